@@ -284,11 +284,15 @@ def _quack_add_rms_norm() -> Call:
     return add_rms_norm
 
 
+def _not_a_matrix(input: torch.Tensor) -> str | None:
+    return None if input.dim() == 2 else f"takes the rows of a matrix, got {input.dim()} dimensions"
+
+
 def _plain_entropy(
     input: torch.Tensor, target: torch.Tensor, *, label_smoothing: float, z_loss: float, **options: Any
 ) -> str | None:
-    if input.dim() != 2:
-        return f"takes the rows of a matrix, got {input.dim()} dimensions"
+    if (reason := _not_a_matrix(input)) is not None:
+        return reason
     return "takes neither label smoothing nor a z-loss" if label_smoothing or z_loss else None
 
 
@@ -304,8 +308,8 @@ def _quack_cross_entropy() -> Call:
 
 
 def _liger_entropy(input: torch.Tensor, target: torch.Tensor, **options: Any) -> str | None:
-    if input.dim() != 2:
-        return f"takes the rows of a matrix, got {input.dim()} dimensions"
+    if (reason := _not_a_matrix(input)) is not None:
+        return reason
     # Nothing is left for a backward pass, and the logits of the next round would be gradients.
     return "its forward pass writes the gradient over the logits" if input.requires_grad else None
 
@@ -327,6 +331,29 @@ def _liger_cross_entropy() -> Call:
         return LigerCrossEntropyFunction.apply(*given)[0]
 
     return cross_entropy
+
+
+@LIGER.covers("linear_cross_entropy", unsupported=lambda input, *others, **options: _not_a_matrix(input))
+def _liger_linear_cross_entropy() -> Call:
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
+
+    def linear_cross_entropy(
+        input: torch.Tensor,
+        linear_weight: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        ignore_index: int,
+        reduction: str,
+        label_smoothing: float,
+        z_loss: float,
+        wide_loss: bool,
+    ) -> torch.Tensor:
+        # No bias, and no weights of classes. Gradients of reduced losses are computed in the forward pass, as ours are.
+        given = (input, linear_weight, target, None, None, ignore_index, z_loss, label_smoothing, reduction)
+        loss = LigerFusedLinearCrossEntropyFunction.apply(*given)[0]
+        return loss if wide_loss else loss.to(input.dtype)  # the library returns float32
+
+    return linear_cross_entropy
 
 
 def _unaligned_matrices(input: torch.Tensor, other: torch.Tensor) -> str | None:

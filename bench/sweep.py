@@ -177,7 +177,7 @@ class Sweep:
         backward, baseline = pass_ == "backward", baseline_of(group.op)
         try:
             with self.phases(phases.INPUTS):
-                copies = candidates.Copies.of(expected, backward, self.device)
+                copies = candidates.Copies.of(expected, backward, self.device, group.case.together)
         except torch.OutOfMemoryError:
             for variant in shown:
                 self._give_up(self._row(spec, group, pass_, variant.name), NO_MEMORY.format("copies of the inputs"))
@@ -338,7 +338,7 @@ class Sweep:
         launch: timing.Launch,
     ) -> tuple[float | None, float | None]:
         """Measured once for a variant's pass, by one rank: at a tiny case where this case's kernels take long."""
-        if backward and self.selection.quick:
+        if backward and (self.selection.quick or group.case.together):
             return None, None
         name = _host_cost(variant.op, variant.name, "backward" if backward else "forward")
         found = self.board.read(name)

@@ -17,6 +17,8 @@ Output = torch.Tensor | tuple[torch.Tensor, ...]
 
 #: The passes of a call, by the names that rows, samples and commands give them.
 PASSES = ("forward", "backward")
+#: How the name ends of a case whose row of the backward pass holds the forward pass too.
+TOGETHER = "both passes"
 
 #: Every dtype that an operation accepts. A rung may take fewer, and says so through ``unsupported``.
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,6 +45,8 @@ class Case:
         kinds: the kind of each argument that does not have the case's dtype, by the argument's index.
         passes: the passes that the benchmark measures.
         climb: whether it measures every rung, or only the one that each level's name stands for.
+        together: whether its backward pass is measured with the forward pass before it, in one time. So rungs that
+            compute gradients in the forward pass compare with those that do not. The id ends in :data:`TOGETHER`.
     """
 
     id: str
@@ -54,6 +58,7 @@ class Case:
     kinds: Mapping[int, str] = field(default_factory=dict)
     passes: tuple[str, ...] = PASSES
     climb: bool = True
+    together: bool = False
 
     def layout_of(self, place: int) -> str:
         """The layout of the argument at an index."""

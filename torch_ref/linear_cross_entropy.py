@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from kernel_ladder.semantics.cross_entropy import check_labels, check_options
 from kernel_ladder.semantics.norms import computation_dtype
-from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
+from kernel_ladder.spec import TOGETHER, Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 from torch_ref import cross_entropy, linear
 
@@ -130,8 +130,9 @@ ERRORS = [
 def _sweep() -> list[Case]:
     shapes = [(8192, 4096, 32000), (4096, 4096, 128256), (8192, 2048, 50257)]
     found = [_case(f"{n}x{k} C{c}", (n, k), c, quick=c == 32000) for n, k, c in shapes]
-    # Rungs that compute gradients in the forward pass leave nothing to time in the backward pass.
-    return [dataclasses.replace(case, passes=("forward",)) for case in found]
+    # Rungs that compute gradients in the forward pass leave nothing to time in the backward pass alone.
+    both = [dataclasses.replace(x, id=f"{x.id} {TOGETHER}", passes=("backward",), together=True) for x in found]
+    return [*(dataclasses.replace(case, passes=("forward",)) for case in found), *both]
 
 
 def _sizes(case: Case) -> tuple[int, int, int]:
@@ -148,7 +149,8 @@ def _bytes(case: Case, itemsize: int, backward: bool) -> int:
 
 def _flops(case: Case, backward: bool) -> int:
     # The products: logits forward, and two gradients backward.
-    return math.prod(_sizes(case)) * (4 if backward else 2)
+    products = 2 + case.together if backward else 1
+    return 2 * math.prod(_sizes(case)) * products
 
 
 SPEC = register_spec(

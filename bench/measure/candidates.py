@@ -19,24 +19,28 @@ from kernel_ladder.testing.agreement import Results, named
 
 @dataclass(frozen=True)
 class Copies:
-    """One or several copies of the inputs; for a backward pass an output gradient with each."""
+    """One or several copies of the inputs; for a backward pass an output gradient with each.
+
+    With `together` a backward pass runs the forward pass first, each time.
+    """
 
     inputs: Sequence[Inputs]
     grads: Sequence[Output] | None
     options: Options
+    together: bool = False
 
     @property
     def count(self) -> int:
         return len(self.inputs)
 
     @classmethod
-    def of(cls, expected: Expected, backward: bool, device: torch.device) -> Copies:
+    def of(cls, expected: Expected, backward: bool, device: torch.device, together: bool = False) -> Copies:
         """Enough copies that the L2 no longer holds one when it is used again."""
         used = (expected.inputs, expected.grad) if backward else expected.inputs
         others = range(timing.copies_needed(timing.nbytes(used), device) - 1)
         inputs = [expected.inputs, *(each(torch.clone, expected.inputs) for _ in others)]
         grads = [expected.grad, *(_clone(expected.grad) for _ in others)] if backward else None
-        return cls(inputs, grads, expected.options)
+        return cls(inputs, grads, expected.options, together)
 
 
 def _clone(grad: Output) -> Output:
@@ -60,6 +64,8 @@ def forward_call(variant: Variant, copies: Copies) -> timing.Call:
 
 def backward_call(variant: Variant, copies: Copies) -> timing.Call:
     """The backward alone. A variant without one is differentiated by PyTorch, and so timed through autograd."""
+    if copies.together:
+        return _both_passes(variant, copies)
     grads = copies.grads
     if variant.backward is None:
         # A peer may overwrite what it saved, and other variants read the same inputs.
@@ -73,6 +79,20 @@ def backward_call(variant: Variant, copies: Copies) -> timing.Call:
             if i not in saved:
                 saved[i] = variant.forward(*copies.inputs[i], **copies.options)[1]
             return variant.backward(saved[i], grads[i], needs)
+
+    return call
+
+
+def _both_passes(variant: Variant, copies: Copies) -> timing.Call:
+    """Like a variant's backward, after its forward; nothing is saved from one call to the next."""
+    needs = tuple(has_gradient(x) for x in copies.inputs[0])
+
+    def call(i: int) -> Any:
+        if variant.backward is None:
+            return _autograd_call(lambda *x: variant.forward(*x, **copies.options)[0], copies)(i)
+        with torch.no_grad():
+            saved = variant.forward(*copies.inputs[i], **copies.options)[1]
+            return variant.backward(saved, copies.grads[i], needs)
 
     return call
 

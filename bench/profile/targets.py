@@ -220,20 +220,20 @@ def of_operation(
                 input_bytes=timing.nbytes(inputs) if len(inputs) == 1 else None,
                 # Nothing is compiled while a dispatch mode is active, and Triton's kernels are no operators.
                 operators=variant.level in ("torch", "cuda"),
-                make=_maker(spec, variant, inputs, options, backward),
+                make=_maker(spec, variant, inputs, case, backward),
                 reason=table.unavailable(spec.name, variant.level) or variant.unsupported(*inputs, **options),
             )
 
 
-def _maker(
-    spec: Spec, variant: Variant, inputs: Inputs, options: Options, backward: bool
-) -> Callable[[], Callable[[], Any]]:
+def _maker(spec: Spec, variant: Variant, inputs: Inputs, case: Case, backward: bool) -> Callable[[], Callable[[], Any]]:
+    options = case.options
+
     def make() -> Callable[[], Any]:
         if not backward:
             call = candidates.forward_call(variant, candidates.Copies([inputs], None, options))
         else:
             grad = make_grad(spec, inputs, options)
-            call = candidates.backward_call(variant, candidates.Copies([inputs], [grad], options))
+            call = candidates.backward_call(variant, candidates.Copies([inputs], [grad], options, case.together))
         return lambda: call(0)
 
     return make

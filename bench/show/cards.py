@@ -19,6 +19,7 @@ from bench.show.headline import headline
 from bench.show.table import microseconds, rate
 from kernel_ladder.exercises.catalog import EXERCISES
 from kernel_ladder.inspection.heads import Head, heads, ladder
+from kernel_ladder.spec import TOGETHER
 from kernel_ladder.table import LEVELS
 
 #: The lines of a card, in this order. ``_build/cards.py`` refuses a page whose cards have others.
@@ -103,7 +104,7 @@ def _measured(name: str, forward: Mapping[str, Row], step: Row | None, backward:
         parts.append(f"{gain(row, step).value:.3g} × `{step.backend}`")
     after = backward.get(name)
     if after is not None and after.us is not None:
-        parts.append(f"backward {microseconds(after.us)}")
+        parts.append(f"{TOGETHER if after.shape.endswith(TOGETHER) else 'backward'} {microseconds(after.us)}")
     return f"{', '.join(parts)} ({row.shape}, {row.dtype})."
 
 

@@ -17,6 +17,8 @@ from kernel_ladder.nn.backend import check_backend
 UNDO = "_kernel_ladder_undo"
 #: Why a module is left whose forward pass is an attribute of its own.
 OWN_FORWARD = "has a forward pass of its own, set by other code"
+#: Why a module is left that has parameters, a notable name, and none of the kinds.
+UNKNOWN = "a class that is not known here"
 #: Parts of class names: the report lists such modules even if they are left as they are.
 NOTABLE = ("Norm", "MLP", "Intermediate", "Attention", "GELU", "Linear", "Conv1D", "GELUTanh", "GELUActivation")
 
@@ -141,7 +143,7 @@ def _patch_module(name: str, module: torch.nn.Module, backend: str, found: Repor
         module.activation_relu_or_gelu = 0
     if not kinds:
         if of_class(module, *NOTABLE) and any(True for _ in module.parameters(recurse=False)):
-            found.left.append(Entry(name, shown, "a class that is not known here"))
+            found.left.append(Entry(name, shown, UNKNOWN))
         return
     reason = ""
     if "forward" in module.__dict__:
@@ -215,6 +217,8 @@ def _patch_attention(model: Any, backend: str, found: Report, undo: dict[str, An
         model.set_attn_implementation(attention.register_attention())
         if config._attn_implementation != attention.NAME:
             reason = "transformers lets this model's attention not be set"
+    attentions = {name for name, _ in modules}  # those with parameters of their own, as gpt-oss's sinks, are known here
+    found.left[:] = [e for e in found.left if e.name not in attentions or e.why != UNKNOWN]
     rotates = {cls: _why_no_rope(model, cls, backend) for cls in dict.fromkeys(type(m) for _, m in modules)}
     for name, module in modules:
         kind = type(module).__name__

@@ -13,7 +13,9 @@ from bench.rows import store
 from bench.rows.store import Row
 from bench.show import climb_counters
 from bench.show.climb import by_call, gains
+from bench.show.headline import headline
 from bench.show.readme import default_results
+from kernel_ladder.spec import TOGETHER
 
 SHAPE = "16384x4096 tanh"
 LEAST = 2**28
@@ -217,3 +219,13 @@ def test_what_moved_unseen_is_not_bold(monkeypatch):
     monkeypatch.setattr(climb_counters, "COLUMNS", [("share", lambda c: c["share"], "{:.0%}")])
     assert climb_counters.cells({"share": 0.0004}, {"share": 0.0001}) == ["0%"]
     assert climb_counters.cells({"share": 0.04}, {"share": 0.01}) == ["**4%**"]
+
+
+def test_the_headline_is_of_single_passes_where_there_are_any():
+    plain, both = "8192x4096 C32000", f"8192x4096 C32000 {TOGETHER}"
+    rows = [
+        _row("torch.builtin", 5.0, pass_, op="linear_cross_entropy", shape=shape)
+        for shape, pass_ in ((plain, "forward"), ("4096x4096 C128256", "forward"), (both, "backward"))
+    ]
+    assert headline("linear_cross_entropy", rows) == (plain, "bfloat16")
+    assert headline("linear_cross_entropy", rows[2:]) == (both, "bfloat16")

@@ -19,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from bench.measure import cases, ceiling_kernels, ceilings, intervals, phases, timing
+from bench.measure import candidates, cases, ceiling_kernels, ceilings, intervals, phases, timing
 from bench.measure.selection import AT_QUICK_CASES, LONG_TUNING, Group, Selection
 from kernel_ladder.spec import PASSES, Case
+from kernel_ladder.table import Variant
 
 from ..conftest import DEVICE, TRIES, alone, needs_gpu
 
@@ -325,6 +326,28 @@ def test_phases_do_not_overlap(monkeypatch):
     text = console.export_text()
     assert "25% of the timing" in text
     assert "100% of what it measures" in text  # 3 s at rest and half of one between samples, of 7
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own backward", "autograd"])
+def test_both_passes_run_in_each_call(own):
+    """A case whose passes are measured together runs the forward pass in every call; others save its results once."""
+    calls = []
+
+    def forward(x, *, factor):
+        calls.append("forward")
+        return x * factor, (factor,)
+
+    def backward(saved, grad, needs):
+        return (grad * saved[0],)
+
+    variant = Variant("add", "peer.fake", forward, backward if own else None, lambda *inputs, **options: None)
+    x, grad = torch.randn(2, 3)
+    for together, runs in ((True, 3), (False, 1)):
+        calls.clear()
+        call = candidates.backward_call(variant, candidates.Copies([(x,)], [grad], {"factor": 2.0}, together))
+        for _ in range(3):
+            assert torch.equal(call(0)[0], grad * 2)
+        assert len(calls) == runs
 
 
 @pytest.mark.parametrize("name", AT_QUICK_CASES)

@@ -332,9 +332,16 @@ def _attention(name: str, q: tuple[int, ...], k: tuple[int, ...], causal: bool, 
     return Case(name, (q, k, k), {"is_causal": causal, "scale": scale, "enable_gqa": q[1] != k[1]})
 
 
+def _loss(name: str, **given: object) -> Case:
+    options = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "wide_loss": False, **given}
+    return Case(name, ((130, 64), (1000, 64), (130,)), options, kinds={2: "some_classes@1"})
+
+
 ROWS = Case("rows", ((130, 1000),), {"dim": -1})
 REAL = [
     ("liger", ROWS),
+    ("liger", _loss("mean", reduction="mean")),
+    ("liger", _loss("smoothed", reduction="sum", label_smoothing=0.1, z_loss=1e-2)),
     ("quack", ROWS),
     ("quack", Case("long-rows", ((9, 40_000),), {"dim": -1})),
     ("quack-gemm", Case("product", ((264, 512), (512, 392)))),
@@ -346,7 +353,10 @@ REAL = [
     ("max-autotune", ROWS),
     ("max-autotune", Case("tanh", ((130, 1000),), {"approximate": "tanh"})),
 ]
-OF_OPTION = {"dim": "softmax", "is_causal": "attention", "approximate": "gelu", None: "matmul"}
+OF_OPTION = {
+    "dim": "softmax", "is_causal": "attention", "approximate": "gelu", "ignore_index": "linear_cross_entropy",
+    None: "matmul",
+}  # fmt: skip
 
 
 @needs_gpu

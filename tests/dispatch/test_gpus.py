@@ -95,6 +95,16 @@ def test_a_call_asks_for_the_memory_of_its_own_passes(op, shapes, options, gradi
     assert found.partition(".")[0] == expected, found
 
 
+@needs_extension
+@pytest.mark.parametrize("gradient", [False, True], ids=["inference", "training"])
+def test_many_logits_are_chunked_and_the_reason_is_told(gradient, built_everywhere):
+    case = kernel_ladder.spec("linear_cross_entropy").sweep[0]
+    with gpu.pretend("H100"), on_absent_gpu(case, torch.bfloat16, gradients=gradient) as inputs:
+        assert selection.resolve("linear_cross_entropy", "auto", inputs, case.options).name == "triton.chunked"
+        told = selection.why("linear_cross_entropy", "auto", inputs, case.options)
+        assert "rule: Prefers ``triton.chunked`` for many 16-bit logits on Hopper" in told
+
+
 ATTENTION = {"is_causal": True, "scale": None, "enable_gqa": False, "return_lse": False}
 
 

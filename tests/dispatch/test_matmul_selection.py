@@ -182,3 +182,21 @@ def test_auto_gives_many_logits_to_chunks(hopper, rows, classes, dtype, takes):
         target = torch.empty(rows, dtype=torch.int64, device="cuda:0")
         names = linear_cross_entropy.chunked_where_large((x, weight, target), {})
         assert names == (("triton.chunked",) if takes else ())
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "takes"),
+    [
+        (2048, torch.bfloat16, False),
+        (4096, torch.float16, True),
+        (4096, torch.float32, False),
+        (16384, torch.float32, True),
+    ],
+)
+def test_auto_chunks_logits_that_would_fill_the_memory(rows, dtype, takes):
+    """128,256 classes on a GPU with 24 GiB that is no Hopper: an eighth of it holds 3,140 rows of 8 bytes a logit."""
+    with gpu.pretend("A10"), FakeTensorMode():
+        x, weight = (torch.empty(n, 64, dtype=dtype, device="cuda:0") for n in (rows, 128256))
+        target = torch.empty(rows, dtype=torch.int64, device="cuda:0")
+        names = linear_cross_entropy.chunked_where_large((x, weight, target), {})
+        assert names == (("triton.chunked",) if takes else ())

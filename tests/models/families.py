@@ -24,6 +24,17 @@ FAMILIES: dict[str, Callable[[], torch.nn.Module]] = {
     "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**WIDE, sliding_window=4)),
     "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**GROUPED)),
     "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**GROUPED)),
+    # Two layers, one of them with a window. PyTorch's grouped products of experts take no float64.
+    "gpt_oss": lambda: tf.GptOssForCausalLM(
+        tf.GptOssConfig(
+            **{**WIDE, "num_hidden_layers": 2},
+            sliding_window=4,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            experts_implementation="eager",
+        )
+    ),
     "gpt2": lambda: tf.GPT2LMHeadModel(
         tf.GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2)
     ),
@@ -40,13 +51,15 @@ DECODERS = [name for name in FAMILIES if name not in ("bert", "vit")]
 
 
 def make(family: str, device: torch.device | str = "cpu") -> torch.nn.Module:
-    """A model in evaluation mode, whose norms do not have weights of one."""
+    """A model in evaluation mode, whose norms do not have weights of one, nor its attention sinks of nearly zero."""
     torch.manual_seed(len(family))
     model = FAMILIES[family]().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name.lower() and name.endswith("weight"):
                 p.add_(torch.randn_like(p) * 0.2)
+            elif name.endswith("sinks"):
+                p.add_(torch.randn_like(p))
     return model.to(device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -30,6 +31,9 @@ def calls():
         for level in ("torch", "triton", "cuda"):
             if level != "triton" or DEVICE.type == "cuda" or family in INTERPRETED:
                 yield family, level
+    yield "llama", "xla"
+    if DEVICE.type == "cuda":  # a C++ compiler takes most of a minute
+        yield "llama", "compile"
 
 
 def skip_unless_all_run(level: str) -> None:
@@ -61,6 +65,7 @@ def test_family(family, level):
     assert {e.why for e in report.left} <= {
         "gates by another function than SiLU; only its parts are replaced",
         "caps scores at 50.0 by tanh, which no rung does",
+        "rotary embedding: computes cosines that do not hold each pair's angle twice",
         "loss: between hidden states and loss lies more than one product",
         "loss: the head is more than one product without bias",
         "loss: linear_cross_entropy has no backend 'cuda'",
@@ -155,6 +160,25 @@ def test_attention_by_name(monkeypatch):
         torch.testing.assert_close(found, model(**given).logits)
     with pytest.raises(ValueError, match="argument `softcap` must be None"):
         models.attention.attention_forward(model, *[torch.ones(1, 1, 2, 4)] * 3, None, softcap=3.0)
+
+
+def test_sinks_reach_attention(monkeypatch):
+    """gpt-oss's logits of each head go to attention as its sinks; with dropped weights they are refused by name."""
+    model = families.make("gpt_oss")
+    models.patch(model, backend="torch", report=False)
+    seen, attention = [], kl.ops.attention
+    monkeypatch.setattr(kl.ops, "attention", lambda *x, **o: seen.append(o["sinks"]) or attention(*x, **o))
+    with torch.no_grad():
+        model(**families.inputs("gpt_oss"))
+    assert [id(sinks) for sinks in seen] == [id(layer.self_attn.sinks) for layer in model.model.layers]
+    x = [torch.ones(1, 1, 2, 4)] * 3
+    exp = torch.tensor([1, 2]) * math.exp(2)  # each query's sum: it sees one key, or two, of score 2
+    weights = exp / (exp + 1)
+    for sinks in (torch.zeros(1), torch.zeros(1, dtype=torch.float16)):
+        output, _ = models.attention.attention_forward(model, *x, None, s_aux=sinks)
+        torch.testing.assert_close(output[0, :, 0, 0], weights)  # of values that are 1, beside a sink of 0
+    with pytest.raises(ValueError, match="argument `dropout` must be 0 with attention sinks"):
+        models.attention.attention_forward(model, *x, None, dropout=0.5, s_aux=torch.zeros(1))
 
 
 def test_dropped_weights_in_training_are_pytorchs():

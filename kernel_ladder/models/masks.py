@@ -1,0 +1,120 @@
+"""The masks of ``attn_implementation="kernel_ladder"``: a causal sliding window stays a number, all others are tensors.
+
+Only fast rungs take windows, and none of them takes a boolean mask. transformers builds each mask by a function of its
+attention implementation. Its own for PyTorch's attention expands every window to a tensor of each query and key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from kernel_ladder import gpu
+
+
+class CausalWindow:
+    """The mask of queries that see their own key and the ``size - 1`` keys before it; a tensor only where one is asked.
+
+    :func:`kernel_ladder.models.attention.attention_forward` reads `size`. Torch functions, indices and attributes see
+    the boolean tensor, True where a query sees a key, so that code which does not know this class computes the same.
+
+    Args:
+        size: keys that a query sees, at least 1.
+        shape: of the tensor, ``(B, 1, S_q, S_k)``; query i and key i are the same token.
+        device: of the tensor.
+    """
+
+    def __init__(self, size: int, shape: tuple[int, ...], device: Any) -> None:
+        self.size, self.shape, self.device = size, torch.Size(shape), device
+
+    def tensor(self) -> torch.Tensor:
+        """The boolean mask, expanded over the batch."""
+        *_, rows, columns = self.shape
+        seen = torch.ones(rows, columns, dtype=torch.bool, device=self.device).tril().triu(1 - self.size)
+        return seen.expand(self.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.tensor()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*_expanded(args), **_expanded(kwargs or {}))
+
+
+def _expanded(x: Any) -> Any:
+    if isinstance(x, CausalWindow):
+        return x.tensor()
+    if isinstance(x, dict):
+        return {name: _expanded(y) for name, y in x.items()}
+    return type(x)(map(_expanded, x)) if type(x) in (tuple, list) else x
+
+
+def build_mask(*args: Any, **given: Any) -> torch.Tensor | CausalWindow | None:
+    """A mask as transformers' ``sdpa_mask`` builds it, with its arguments, except for windows.
+
+    A causal sliding window over tokens from the first one on, none of them padding, gives a :class:`CausalWindow`. One
+    query that sees every key of its window gives None. All else is what ``sdpa_mask`` gives: patterns with more than a
+    window, a padding mask with padding, queries that continue a cache, tensors of lengths, and calls that are traced.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    padding = given.get("attention_mask")
+    if isinstance(padding, CausalWindow):  # generate() builds masks itself, and the model passes them on
+        return padding
+    if not args and not _is_traced() and _is_causal_window(given):
+        size, queries, keys = given["local_size"], given["q_length"], given["kv_length"]
+        first, first_key = given.get("q_offset", 0), given.get("kv_offset", 0)
+        if all(type(n) is int for n in (size, queries, keys, first, first_key)) and keys >= size:
+            if queries > 1 and first == first_key == 0 and keys >= queries and _all_real(padding, 0, queries):
+                return CausalWindow(size, (given["batch_size"], 1, queries, keys), given.get("device", "cpu"))
+            sees_all = first_key + keys - 1 <= first < first_key + size
+            if queries == 1 and sees_all and _all_real(padding, first_key, first_key + keys):
+                return None
+    return sdpa_mask(*args, **given)
+
+
+def _is_causal_window(given: dict[str, Any]) -> bool:
+    """Whether a mask's pattern is a causal sliding window of ``local_size`` keys and no more."""
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    size, function = given.get("local_size"), given.get("mask_function")
+    if size is None or function is None or not given.get("allow_is_causal_skip", True):
+        return False
+    return _same(function, sliding_window_causal_mask_function(size))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two functions have the same code, and closures of the same functions and numbers."""
+    if one is other:
+        return True
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        return one.__code__ is other.__code__ and _same(_closure(one), _closure(other))
+    if type(one) is tuple and type(other) is tuple:
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is int and type(other) is int and one == other
+
+
+def _closure(function: Callable[..., Any]) -> tuple[Any, ...]:
+    return tuple(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+
+
+def _is_traced() -> bool:
+    """Whether values of tensors cannot be read, or would become constants of a graph."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or gpu.capturing()
+
+
+def _all_real(padding: Any, start: int, stop: int) -> bool:
+    """Whether tokens `start` to `stop` of every sequence are no padding, by a padding mask ``(B, S)`` or None."""
+    if padding is None:
+        return True
+    if not isinstance(padding, torch.Tensor) or padding.dim() != 2 or padding.shape[1] < stop:
+        return False
+    return type(padding) is torch.Tensor and bool(padding[:, start:stop].all())
