@@ -19,7 +19,7 @@ import kernel_ladder
 from kernel_ladder import autograd, table
 from kernel_ladder.semantics import sinks as of_sinks
 from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW, band, seen
-from kernel_ladder.spec import Case, Inputs, Output
+from kernel_ladder.spec import Case, Inputs, Output, as_leaves
 from kernel_ladder.testing.agreement import agreement, standards
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
@@ -191,7 +191,7 @@ def check(op: str, call: Call, level: str) -> int:
         heads = case.shapes[0][-2 if packed else -3]
         (sinks,) = make_inputs(Case("", ((heads,),)), call.sinks, DEVICE, seed=3)
     asked = {**case.options, "return_lse": case.options["return_lse"] or sinks is not None}
-    given = inputs if mask is None else (*inputs, mask)
+    given = as_leaves(inputs) if mask is None else (*as_leaves(inputs), mask)
     takers = [v for v in table.variants(op, level) if v.unsupported(*given, **asked) is None]
     if not takers or sees_few_keys(call, inputs, mask):
         return 0
