@@ -168,7 +168,16 @@ def _runs_differ(check: Check, variant, inputs, options: dict, grad: torch.Tenso
 
 
 def backward_of(rung: str, saved: tuple, grad: torch.Tensor, ordered: bool = True) -> tuple[torch.Tensor, ...]:
-    """The gradients by one rung's operator. `ordered`: dQ in one order, where the rung offers the choice."""
+    """The gradients by one rung's operator. `ordered`: dQ in one order, where the rung offers the choice.
+
+    Raises:
+        RuntimeError: any order is asked for under ``torch.use_deterministic_algorithms(True)``.
+    """
+    if not ordered and torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError(
+            "backward_of: argument `ordered` is False, a sum in any order; torch.use_deterministic_algorithms(True) "
+            "accepts one order alone"
+        )
     run = getattr(torch.ops.kernel_ladder.attention_backward, rung)
     return run(grad, None, *saved, *((ordered,) if rung == "warp_specialized" else ()))
 

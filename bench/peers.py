@@ -377,6 +377,14 @@ def _quack_matmul() -> Call:
     return matmul
 
 
+def _flash_attn_4_head_dims(query: torch.Tensor, value: torch.Tensor) -> str | None:
+    largest = 256 if torch.cuda.get_device_capability(query.device)[0] == 9 else 128
+    for dim in (query.shape[-1], value.shape[-1]):
+        if dim % 8 or not 8 <= dim <= largest:
+            return f"head dimensions must be multiples of 8 up to {largest}, got {dim}"
+    return None
+
+
 def _flash_attn_4_shapes(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -393,10 +401,8 @@ def _flash_attn_4_shapes(
         return "its log-sum-exp is not differentiable"
     if query.dim() != 4:
         return f"takes 4 dimensions (B, H, S, D), got {query.dim()}"
-    largest = 256 if torch.cuda.get_device_capability(query.device)[0] == 9 else 128
-    for dim in (query.shape[-1], value.shape[-1]):
-        if dim % 8 or not 8 <= dim <= largest:
-            return f"head dimensions must be multiples of 8 up to {largest}, got {dim}"
+    if (reason := _flash_attn_4_head_dims(query, value)) is not None:
+        return reason
     lengths = query.shape[-2], key.shape[-2]
     if is_causal is True and lengths[0] != lengths[1]:
         return f"its causal mask counts from the bottom right, another one for {lengths[0]} queries, {lengths[1]} keys"
@@ -425,6 +431,29 @@ def _flash_attn_4() -> Call:
         return output.transpose(1, 2)
 
     return attention
+
+
+def _flash_attn_4_packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *offsets: torch.Tensor, **options: Any
+) -> str | None:
+    if options.get("return_lse"):
+        return "its log-sum-exp is not differentiable"
+    return _flash_attn_4_head_dims(query, value)
+
+
+@FLASH_ATTN_4.covers("attention_varlen", dtypes=HALVES, unsupported=_flash_attn_4_packed)
+def _flash_attn_4_varlen() -> Call:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    def attention_varlen(*packed: torch.Tensor, **options: Any) -> torch.Tensor:
+        names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+        longest = {name: options.get(name) for name in ("max_seqlen_q", "max_seqlen_k")}
+        window = tuple(None if n < 0 else n for n in options.get("window_size", (-1, -1)))
+        others = {"softmax_scale": options["scale"], "causal": bool(options["is_causal"]), "window_size": window}
+        output, _ = flash_attn_varlen_func(**dict(zip(names, packed, strict=True)), **longest, **others)
+        return output
+
+    return attention_varlen
 
 
 def _max_autotuned(op: str) -> Callable[[], Call]:

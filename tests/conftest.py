@@ -64,6 +64,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every case of the tests marked `sampled` (default: of those that a compiler makes anew, a share)",
     )
+    parser.addoption(
+        "--random-calls",
+        type=int,
+        metavar="N",
+        help="draw N random calls of attention and of packed sequences, a tenth of them for Triton (default: hundreds)",
+    )
     resume.add_option(parser)
 
 

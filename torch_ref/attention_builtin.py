@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kernel_ladder import gpu
+from kernel_ladder.semantics.deterministic import refusal as refused_as_not_deterministic
 from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW
 from kernel_ladder.semantics.strides import gradients_in_layout_of
 from kernel_ladder.tracing import in_graph, wants_gradient
@@ -351,6 +352,8 @@ def _pinned_unsupported(
         )
     elif query.shape[-1] % 8 or value.shape[-1] % 8:
         return f"head dimensions must be multiples of 8, got {query.shape[-1]} and {value.shape[-1]}"
+    elif (reason := refused_as_not_deterministic()) is not None:  # PyTorch's own check says no without a reason
+        return reason
     params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal is True, options["enable_gqa"])
     if not takes(params):
         return f"PyTorch's {name} attention does not take these shapes or strides on this GPU"

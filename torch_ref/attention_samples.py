@@ -279,13 +279,14 @@ def sweep() -> list[Case]:
                 b, h = tokens // s, model_dim // d
                 options = {"is_causal": causal, "scale": None, "enable_gqa": False}
                 ident = f"B{b} H{h} S{s} D{d} {'causal' if causal else 'full'}"
-                passes = ("forward", "backward") if d < 256 and s in both else ("forward",)
+                passes = ("forward", "backward") if s in (both if d < 256 else {4096}) else ("forward",)
                 shapes = _shapes((b,), h, h, s, s, d)
                 points.append(Case(ident, shapes, options, quick=(s, d, causal) in quick, passes=passes))
     grouped = {"is_causal": True, "scale": None, "enable_gqa": True}
     points.append(Case("B2 H32/8 S4096 D128 causal", _shapes((2,), 32, 8, 4096, 4096, 128), grouped))
     ours = {"is_causal": True, "scale": None, "enable_gqa": False}
     points.append(Case("B2 H16 S4096 D96 causal", _shapes((2,), 16, 16, 4096, 4096, 96), ours))
+    points.append(Case("B2 H16 S4096 D192/128 causal", _shapes((2,), 16, 16, 4096, 4096, 192, 128), ours))
     window = {**ours, "window_size": (1023, 0)}
     points.append(Case("B1 H16 S16384 D128 window", _shapes((1,), 16, 16, 16384, 16384, 128), window))
     # Decoding: one new token per sequence, with cached keys and values. Training has no such calls: forward only.

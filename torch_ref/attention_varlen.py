@@ -347,7 +347,20 @@ def _sweep() -> list[Case]:
         name = f"T{total} {heads} D{d} {'causal' if causal else 'full'}"
         return Case(name, shapes, options, quick=quick, kinds=kinds)
 
-    return [case(16, 16, 128, True, quick=True), case(16, 16, 128, False), case(32, 8, 128, True)]
+    def equal(length: int, causal: bool) -> Case:
+        """Sequences of one length, the sizes of a case of dense attention: what do the offsets cost?"""
+        total, h, d = 16384, 16, 128
+        written = ",".join(map(str, range(0, total + 1, length)))
+        kinds = {3: f"offsets:{written}", 4: f"offsets:{written}"}
+        shapes = *((total, h, d),) * 3, *((total // length + 1,),) * 2
+        options = _options(causal, h, h, max_seqlen_q=length, max_seqlen_k=length)
+        name = f"B{total // length} of S{length} H{h} D{d} {'causal' if causal else 'full'}"
+        return Case(name, shapes, options, kinds=kinds)
+
+    return [
+        *(case(16, 16, 128, True, quick=True), case(16, 16, 128, False), case(32, 8, 128, True)),
+        *(equal(4096, causal) for causal in (True, False)),
+    ]
 
 
 def _lengths(case: Case) -> list[tuple[int, int]]:

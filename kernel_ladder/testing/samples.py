@@ -18,7 +18,7 @@ LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded"
 _CLASSES = ("classes", "some_classes", "no_classes")
 _NUMBERS = ("float8", "scale", "bias")
 KINDS = ("boolean", "hidden_rows", "offsets", "lengths", "pages", "parameter", "rotations", *_NUMBERS, *_CLASSES)
-VALUES = ("normal", "large", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant")
+VALUES = ("normal", "large", "outliers", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant")
 
 
 def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
@@ -97,6 +97,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     Values are drawn in float32 from a standard normal distribution, then rounded to `dtype`:
 
     - ``normal``: as drawn; ``large``: times 100; ``constant``: one value, so that sums cancel exactly
+    - ``outliers``: one element in 997 times 100, in places that are spread over rows and columns
     - ``offset``: plus 1000, a mean whose square hides the variance
     - ``neg_inf_rows``: some −inf, and (of two or more rows) the first row all −inf; ``lowest_rows``: the same with the
       lowest number of `dtype`, which users also write into masks
@@ -128,6 +129,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
         x = torch.randn(shape, generator=generator, device=device, dtype=draw)
         if case.values == "large":
             x = x * 100
+        elif case.values == "outliers":
+            x.view(-1)[::997] *= 100
         elif case.values == "offset":
             x = x + 1000
         elif case.values == "constant":

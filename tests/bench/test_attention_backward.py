@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+import torch
+
 from bench import attention_backward as script
 
 #: Reads cases and reports them: wrong with an odd number of queries, and without an end with two of them.
@@ -34,3 +37,12 @@ def test_cases_are_all_different_and_begin_with_a_plain_one():
     assert len(set(cases)) == len(cases)
     assert cases[0].band == "full"
     assert {case.asks for case in cases} == {"agree", "lse", "expanded", "repeat", "unordered"}
+
+
+def test_sums_in_any_order_are_refused_where_determinism_is_asked_for():
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="`ordered` is False, a sum in any order"):
+            script.backward_of("warp_specialized", (), torch.zeros(1), ordered=False)
+    finally:
+        torch.use_deterministic_algorithms(False)

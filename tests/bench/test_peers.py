@@ -244,7 +244,7 @@ def test_the_listing(monkeypatch, fakes, capsys):
     ("argv", "message"),
     [
         (["--peers", "ligre"], "unknown peer 'ligre'; did you mean 'liger'? Known are liger, quack, quack-gemm"),
-        (["--op", "gelu", "--peers", "flash-attn-4"], "peer 'flash-attn-4' covers attention, not gelu"),
+        (["--op", "gelu", "--peers", "flash-attn-4"], "'flash-attn-4' covers attention, attention_varlen, not gelu"),
         (["--op", "gelu", "--peers", "max-autotune,cudnn"], "peer 'cudnn' covers attention, not gelu"),
         (["--peers", ""], "--peers: no name in ''"),
     ],
@@ -318,6 +318,19 @@ def test_reasons_of_attention(monkeypatch, capability, largest):
     assert (reason((1, 2, 32, 256), (1, 2, 32, 256), False) is None) == (largest == 256)
 
 
+def test_reasons_of_packed_sequences(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def reason(d, d_v, **options):
+        shapes = (30, 4, d), (40, 2, d), (40, 2, d_v), (3,), (3,)
+        return _reason(peers.FLASH_ATTN_4, "attention_varlen", *shapes, is_causal=True, scale=None, **options)
+
+    assert reason(64, 64) is None
+    assert reason(192, 128) is None
+    assert "multiples of 8" in reason(60, 64)
+    assert "not differentiable" in reason(64, 64, return_lse=True)
+
+
 def test_reasons_of_machines(monkeypatch):
     peer = peers.Peer("fast", INSTALLED, (9, 0))
     peer.covers("gelu")(lambda: torch.nn.functional.gelu)
@@ -337,6 +350,14 @@ def _loss(name: str, **given: object) -> Case:
     return Case(name, ((130, 64), (1000, 64), (130,)), options, kinds={2: "some_classes@1"})
 
 
+def _packed(name: str, of_q: list[int], of_k: list[int], causal: bool) -> Case:
+    """Grouped heads of sequences at these offsets."""
+    kinds = {3: "offsets:" + ",".join(map(str, of_q)), 4: "offsets:" + ",".join(map(str, of_k))}
+    shapes = ((of_q[-1], 6, 128), (of_k[-1], 2, 128), (of_k[-1], 2, 128), (len(of_q),), (len(of_k),))
+    options = {"max_seqlen_q": 300, "max_seqlen_k": 300, "is_causal": causal, "scale": None, "enable_gqa": True}
+    return Case(name, shapes, options, kinds=kinds)
+
+
 ROWS = Case("rows", ((130, 1000),), {"dim": -1})
 REAL = [
     ("liger", ROWS),
@@ -350,12 +371,14 @@ REAL = [
     ("flash-attn-4", _attention("grouped-causal", (1, 8, 384, 128), (1, 2, 384, 128), True)),
     ("flash-attn-4", _attention("fewer-queries", (2, 2, 100, 64), (2, 2, 300, 64), False)),
     ("flash-attn-4", _attention("scale", (1, 2, 256, 64), (1, 2, 256, 64), True, scale=0.3)),
+    ("flash-attn-4", _packed("packed", [0, 1, 130, 430], [0, 1, 130, 430], False)),
+    ("flash-attn-4", _packed("packed-causal", [0, 65, 129, 400], [0, 200, 329, 600], True)),
     ("max-autotune", ROWS),
     ("max-autotune", Case("tanh", ((130, 1000),), {"approximate": "tanh"})),
 ]
 OF_OPTION = {
     "dim": "softmax", "is_causal": "attention", "approximate": "gelu", "ignore_index": "linear_cross_entropy",
-    None: "matmul",
+    "max_seqlen_q": "attention_varlen", None: "matmul",
 }  # fmt: skip
 
 

@@ -1,19 +1,17 @@
-"""Attention beyond its samples: bands of keys, bias objects, mask gradients, memory, repetition, random calls."""
+"""Attention beyond its samples: bands of keys, bias objects, mask gradients, memory, repetition."""
 
 from __future__ import annotations
 
 import itertools
 from unittest import mock
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
 import kernel_ladder
 from kernel_ladder import autograd, table
-from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW, band, hides_nothing, pairs, seen
+from kernel_ladder.semantics.masks import LOWER_RIGHT, band, hides_nothing, pairs, seen
 from kernel_ladder.spec import Case, as_leaves
 from kernel_ladder.testing.agreement import agreement, evaluate
 from kernel_ladder.testing.deviation import compare
@@ -234,66 +232,6 @@ def test_memory_is_that_of_the_results(variant, mask):
     if variant.name.endswith("split_kv"):  # each run's, in float32
         results += 64 * 4 * (output.numel() + output.numel() // 64)
     assert torch.cuda.max_memory_allocated() - before <= results + SLACK_BYTES
-
-
-@st.composite
-def calls(draw) -> Case:
-    heads_kv, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    seqlen_q, seqlen_k = draw(st.sampled_from([1, 2, 17, 63, 65])), draw(st.integers(8, 140))
-    d, d_v = draw(st.sampled_from([8, 16, 24])), draw(st.sampled_from([8, 16, 40]))
-    batch, heads = draw(st.integers(1, 2)), heads_kv * group
-    scores = (batch, heads, seqlen_q, seqlen_k)
-    options = {
-        "is_causal": draw(st.sampled_from([False, True, LOWER_RIGHT])),
-        "scale": draw(st.sampled_from([None, 0.25])),
-        "enable_gqa": group > 1,
-        "window_size": draw(st.sampled_from([NO_WINDOW, (5, 0), (9, -1), (-1, 9), (40, 3)])),
-        "return_lse": draw(st.booleans()),
-    }
-    # Where every query sees one key, the gradients of query and key vanish, and a sum in another order leaves an ulp.
-    limits = band(options["is_causal"], options["window_size"], seqlen_q, seqlen_k)
-    widest = seen(*limits, seqlen_q, seqlen_k, torch.device("cpu")).sum(-1).max()
-    hypothesis.assume(widest == 0 or widest >= 6)
-    shapes = ((batch, heads, seqlen_q, d), (batch, heads_kv, seqlen_k, d), (batch, heads_kv, seqlen_k, d_v))
-    kinds = {}
-    if draw(st.booleans()):
-        broadcast = draw(st.tuples(*[st.booleans()] * 4))
-        kept = draw(st.integers(2, 4))
-        shapes = (*shapes, tuple(1 if one else n for one, n in zip(broadcast, scores, strict=True))[-kept:])
-        kinds = {3: draw(st.sampled_from(["boolean", "hidden_rows"]))}
-    return Case("random", shapes, options, layout=draw(st.sampled_from(["contiguous", "bshd"])), kinds=kinds)
-
-
-#: Chunks of random calls, and the calls of each. On a GPU Triton takes seconds to compile most of them.
-RANDOM = {"triton": (5, 10), "cuda": (1, 200)} if DEVICE.type == "cuda" else {"triton": (1, 10), "cuda": (1, 10)}
-
-
-@pytest.mark.parametrize(
-    ("variant", "chunk"),
-    [
-        pytest.param(v, chunk, id=f"{v.name}-{chunk}")
-        for v in VARIANTS
-        if v.level in RANDOM
-        for chunk in range(RANDOM[v.level][0])
-    ],
-)
-def test_random_calls(variant, chunk):
-    if (reason := table.unavailable("attention", variant.level)) is not None:
-        pytest.skip(reason)
-    spec = kernel_ladder.spec("attention")
-
-    @hypothesis.seed(chunk)
-    @hypothesis.settings(max_examples=RANDOM[variant.level][1], deadline=None, database=None)
-    @hypothesis.given(case=calls(), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-    def check(case, dtype):
-        inputs = make_inputs(case, dtype, DEVICE)
-        if variant.unsupported(*inputs, **case.options) is not None:
-            return
-        grad = make_grad(spec, inputs, case.options)
-        result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, case.options, grad)
-        assert result.agrees, f"{case}: {result}"
-
-    check()
 
 
 @pytest.mark.parametrize("variant", table.variants("attention_varlen"), ids=lambda v: v.name)

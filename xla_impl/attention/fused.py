@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kernel_ladder.semantics.deterministic import refusal as refused_as_not_deterministic
 from kernel_ladder.semantics.masks import NO_WINDOW
 from kernel_ladder.tracing import wants_gradient
 from xla_impl.lazy import jax, jnp
@@ -90,8 +91,11 @@ def unsupported(
         lengths = f"{query.shape[-2]} and {key.shape[-2]}"
         return f"a mask aligned to the lower right needs as many queries as keys, got {lengths}"
     if query.is_cuda:
-        if wants_gradient(query, key, value) and (query.shape[-2] % 2 or key.shape[-2] % 2):
-            return f"cuDNN's gradients take even lengths, got {query.shape[-2]} queries and {key.shape[-2]} keys"
+        if wants_gradient(query, key, value):
+            if query.shape[-2] % 2 or key.shape[-2] % 2:
+                return f"cuDNN's gradients take even lengths, got {query.shape[-2]} queries and {key.shape[-2]} keys"
+            if (reason := refused_as_not_deterministic()) is not None:
+                return reason
         return _cudnn_unsupported(query, window_size, is_causal)
     return "XLA's CPU products of float16 have no float32 sums" if query.dtype is torch.float16 else None
 
