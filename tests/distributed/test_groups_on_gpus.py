@@ -11,7 +11,7 @@ import torch
 from kernel_ladder import table
 
 from ..conftest import alone
-from . import packed, products, rings, transports
+from . import packed, patched, products, rings, transports
 from .group import Check, run
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -62,6 +62,22 @@ def test_by_copies_and_by_messages(ranks, level, tmp_path):
         for dtype in DTYPES[level]
     ]
     run(ranks, tmp_path, [first, *alike, *checks, *messages], "cuda")
+
+
+@alone
+@pytest.mark.timeout(600)
+def test_patched_models(tmp_path):
+    """Two ranks, as many as the model has heads of keys. Its layers by the cuda level, and compiled around formulas."""
+    if GPUS < 2:
+        pytest.skip(f"needs 2 GPUs, {GPUS} are visible")
+    pytest.importorskip("transformers", reason="transformers is not installed; pip install kernel_ladder[models]")
+    level = "torch" if table.unavailable("attention", "cuda") else "cuda"
+    checks = [
+        Check(f"{name}, {around}", patched.compare, (name, "torch" if around == "compile" else level, around, "cuda"))
+        for around in ("nothing", "checkpoints", "compile")
+        for name in patched.WAYS
+    ]
+    run(2, tmp_path, checks, "cuda")
 
 
 @alone
