@@ -10,8 +10,8 @@ import torch
 
 from kernel_ladder import table
 
-from ..conftest import alone
-from . import packed, patched, products, rings, transports
+from ..conftest import INFERENCE, alone, differentiable_ops, typical_case
+from . import packed, patched, products, rings, sharded, transports
 from .group import Check, run
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -20,6 +20,8 @@ ROWS, WIDTH = 256, 64
 TOLERANCES = {torch.bfloat16: 1e-1, torch.float16: 2e-2, torch.float32: 1e-3}
 #: Of attention: no rung of the cuda level takes packed sequences in float32, and every rank compiles Triton's kernels.
 DTYPES = {"torch": tuple(TOLERANCES), "triton": (torch.bfloat16,), "cuda": (torch.bfloat16, torch.float16)}
+#: Operations on DTensors at the triton level: by elements, by rows, with sums over ranks, with heads.
+COMPILED = ("gelu", "rms_norm", "linear", "attention")
 #: Cases that every level takes, in bfloat16; the first of each in the other dtypes too.
 RINGS = ("causal", "full", "causal-contiguous", "grouped", "window", "window-wide", "window-causal", "window-right")
 PACKED = ("uneven-causal", "full", "short-causal", "grouped-causal")
@@ -62,6 +64,32 @@ def test_by_copies_and_by_messages(ranks, level, tmp_path):
         for dtype in DTYPES[level]
     ]
     run(ranks, tmp_path, [first, *alike, *checks, *messages], "cuda")
+
+
+def calls_on_dtensors(level: str) -> list[Check]:
+    """Each operation, in float32 but for packed sequences; at the triton level, where every rank compiles, some."""
+    checks = []
+    for op in differentiable_ops() if level == "cuda" else COMPILED:
+        if op in INFERENCE or table.unavailable(op, level) is not None:
+            continue
+        dtype = torch.bfloat16 if op == "attention_varlen" else torch.float32
+        call = op, level, typical_case(op, 3000), dtype, 12 if level == "cuda" else 4, TOLERANCES[dtype], "cuda"
+        checks.append(Check(f"{op} on DTensors at the {level} level", sharded.compare, call))
+    return checks
+
+
+@alone
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("level", ["cuda", "triton"])
+def test_dtensors(level, tmp_path):
+    """Placements of each operation on two GPUs, against the call of the same level on one."""
+    if GPUS < 2:
+        pytest.skip(f"needs 2 GPUs, {GPUS} are visible")
+    if (reason := table.unavailable("gelu", level)) is not None:
+        pytest.skip(reason)
+    checks = calls_on_dtensors(level)
+    assert checks
+    run(2, tmp_path, checks, "cuda")
 
 
 @alone
