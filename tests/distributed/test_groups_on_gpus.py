@@ -121,3 +121,16 @@ def test_streams(ranks, tmp_path):
         Check("CUDA graphs", transports.check_graphs),  # the last: a capture that failed
     ]
     run(ranks, tmp_path, checks, "cuda")
+
+
+@alone
+@pytest.mark.timeout(120)
+def test_a_rank_that_is_gone(tmp_path):
+    if GPUS < 2:
+        pytest.skip(f"needs 2 GPUs, {GPUS} are visible")
+    checks = [
+        Check("copies are possible", transports.check_usable),
+        Check("a rank that is gone", transports.check_lost_rank, (str(tmp_path),)),
+    ]
+    run(2, tmp_path, checks, "cuda")
+    assert "use its GPU no more" in (tmp_path / "said").read_text()
