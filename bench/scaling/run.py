@@ -79,6 +79,7 @@ class Run:
     dry: bool
     timeout_s: float
     seconds: float  # of rounds, for each way
+    lengths: tuple[int, ...] = ()  # of the ring; none: those that fit the number of GPUs
     machine: Machine | None = None
     rows: list[ScalingRow] = field(default_factory=list)
 
