@@ -26,6 +26,7 @@ from bench.scaling.rows import (
     BY_MESSAGES,
     COMMUNICATION,
     LINK,
+    ON_DTENSORS,
     ONE_GPU,
     OURS,
     PRODUCT,
@@ -241,7 +242,7 @@ class Run:
             row.tflops_per_gpu = row.tflops / row.gpus
         if role not in (ONE_GPU, PRODUCT) and problem.sent:
             row.bytes, row.gbs = problem.sent, problem.sent / seconds / 1e9
-        if role in (OURS, BY_MESSAGES, SYMMETRIC, UNFUSED, UNPATCHED):
+        if role in (OURS, BY_MESSAGES, ON_DTENSORS, SYMMETRIC, UNFUSED, UNPATCHED):
             shares(row, seconds, medians, problem.one_gpu_does)
         return row
 

@@ -19,6 +19,7 @@ from bench.scaling.__main__ import main
 from bench.scaling.rows import (
     BY_MESSAGES,
     COMMUNICATION,
+    ON_DTENSORS,
     ONE_GPU,
     OURS,
     PRODUCT,
@@ -103,6 +104,7 @@ def test_a_dry_run_checks_and_times_everything(dry_run):
         *(("all_gather_matmul", role) for role in (OURS, PRODUCT, COMMUNICATION, UNFUSED)),
         *(("matmul_reduce_scatter", role) for role in (OURS, PRODUCT, COMMUNICATION, UNFUSED)),
         ("fsdp_step", UNPATCHED),
+        ("tensor_parallel_block", ON_DTENSORS),
         *((op, role) for op in ("tensor_parallel_block", "fsdp_step") for role in (OURS, ONE_GPU)),
     }
     assert all(row.unsupported for row in rows if row.role == SYMMETRIC)
