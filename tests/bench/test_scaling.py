@@ -126,6 +126,10 @@ def test_rows_become_pages(dry_run, tmp_path):
     machines = {tmp_path / "machine.jsonl": []}
     table = scaling.write("scaling", machines)
     assert table.count("| ours |") == 2 + 2 + 1 + 1 + 1 + 1  # passes of two rings, two products, the block, FSDP2
+    steps = [line.split("|")[1:4] for line in scaling.write("scaling steps", machines).splitlines() if "hidden" in line]
+    assert [(what.strip(), gpus.strip()) for _, what, gpus in steps] == [
+        (OURS, "2"), (UNPATCHED, "2"), (OURS, "2"), (ON_DTENSORS, "2")
+    ]  # fmt: skip
     lines = scaling.write("scaling model", machines).splitlines()
     assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")] == ["GPUs", "8", "64", "1024"]
 
