@@ -41,6 +41,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME[,NAME]",
         help=f"{', '.join(BENCHMARKS)} (default: all)",
     )
+    parser.add_argument(
+        "--lengths",
+        metavar="N[,N]",
+        help="total tokens of `ring`, multiples of twice the GPUs, such as 32k,128k (default: by the number of GPUs)",
+    )
     parser.add_argument("--backend", default="auto", help="a level, a rung or auto (default), of every call of ours")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument(
@@ -56,6 +61,18 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FILE", help="rows (default: bench-results/scaling/<machine>.jsonl)"
     )
     return parser
+
+
+def _lengths(text: str | None, ranks: int) -> tuple[int, ...]:
+    """The numbers of `--lengths`, where k means 1024 and M its square."""
+    found = []
+    for each in (text or "").split(",") if text is not None else ():
+        number, unit = (each[:-1], each[-1:]) if each[-1:] in ("k", "M") else (each, "")
+        length = int(number) * {"": 1, "k": 2**10, "M": 2**20}[unit] if number.isdecimal() else 0
+        if length == 0 or length % (2 * ranks):
+            raise UsageError(f"--lengths must be positive multiples of {2 * ranks}, such as 32k,128k; got {each!r}")
+        found.append(length)
+    return tuple(found)
 
 
 def _device(local: int) -> torch.device:
@@ -80,6 +97,7 @@ def _run(args: argparse.Namespace) -> int:
         if not 0 < value < math.inf:
             raise UsageError(f"{option} must be a positive number of seconds, got {value}")
     asked_for("attention", args.backend)
+    lengths = _lengths(args.lengths, place.size)
     device = _device(place.local)
     if device.type == "cpu" and not args.dry_run:
         raise UsageError("no GPU is visible; --dry-run checks every path on the CPU with tiny sizes")
@@ -88,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
     console = console_for(180)
     output = args.out or results_file()
     group = Group(device, args.timeout)
-    run = Run(group, console, output, args.backend, args.quick, args.dry_run, args.timeout, seconds)
+    run = Run(group, console, output, args.backend, args.quick, args.dry_run, args.timeout, seconds, lengths)
     machines = group.gather(torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU")
     if len(set(machines)) > 1:
         raise UsageError(f"all ranks must have the same GPU, got {', '.join(machines)}")

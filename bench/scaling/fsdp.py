@@ -22,6 +22,8 @@ from bench.scaling.run import Problem, Run
 from bench.scaling.timing import Way
 
 OP = "fsdp_step"
+#: Of the vocabulary of the model that is timed.
+WORDS = 32000
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def sizes(run: Run) -> Sizes:
     """A model of half a billion parameters, or a tiny one."""
     if run.dry:
         return Sizes(32, 2, 64, 2, 48, 16)
-    return Sizes(2048, 16, 5632, 4 if run.quick else 10, 32000, 4096)
+    return Sizes(2048, 16, 5632, 4 if run.quick else 10, WORDS, 4096)
 
 
 class Attention(torch.nn.Module):

@@ -79,6 +79,26 @@ def matmul_reduce_scatter(gpus: int, machine: Machine, product: float, *, m: int
     return product / gpus + (gpus - 1) * (max(product / gpus, part / machine.link) + add)
 
 
+def block_bytes(gpus: int, *, tokens: int, hidden: int, itemsize: int, overlapped: bool) -> int:
+    """Bytes that a GPU sends in a training step of the tensor and sequence parallel block.
+
+    Each collective gathers or scatters the rows. On DTensors each of seven projections makes one in either pass. The
+    overlapped block makes four, and six in the backward pass: it gathers the inputs of two products anew.
+    """
+    collectives = 4 + 6 if overlapped else 2 * 7
+    return collectives * (gpus - 1) * (tokens // gpus) * hidden * itemsize
+
+
+def fsdp_bytes(gpus: int, *, layers: int, hidden: int, inner: int, words: int, itemsize: int) -> int:
+    """Bytes that a GPU sends in a step under FSDP2.
+
+    Weights of layers are gathered in both passes, those of the embedding and the logits once. All gradients are
+    scattered. Norms are left out.
+    """
+    of_layers, others = layers * hidden * (4 * hidden + 3 * inner), 2 * hidden * words
+    return (gpus - 1) * (3 * of_layers + 2 * others) * itemsize // gpus
+
+
 def least_length(gpus: int, machine: Machine, rate: float, *, heads: int, heads_kv: int, itemsize: int) -> int:
     """The total length from which causal ring attention's forward hops are shorter than its steps.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,12 +43,17 @@ class Sizes:
 
 
 def sizes(run: Run) -> list[Sizes]:
-    """Total lengths that fit the number of GPUs: 16k to 128k, to 512k on four, to 1M on eight."""
+    """Total lengths, shortest first: those asked for, else 16k to 128k; on four GPUs 32k to 512k, on eight to 1M."""
     if run.dry:
         return [Sizes(4, 16, 32 * run.gpus)]
-    lengths = [2**14, 2**16] if run.quick else [2**k for k in range(14, 18)]
-    if not run.quick:
-        lengths += [2**18, 2**19] * (run.gpus >= 4) + [2**20] * (run.gpus >= 8)
+    if run.lengths:
+        lengths = sorted(set(run.lengths))
+    elif run.quick:
+        lengths = [2**14, 2**16]
+    elif run.gpus < 4:
+        lengths = [2**k for k in range(14, 18)]
+    else:
+        lengths = [2**15, 2**17, 2**18, 2**19] + [2**20] * (run.gpus >= 8)
     return [Sizes(16, 128, length) for length in lengths]
 
 
@@ -130,10 +134,12 @@ def measure(run: Run) -> None:
             problem = Problem(OP, pass_, of.shape, of.flops(backward), _sent(of, run, backward))
 
             def fits(name: str, of: Sizes = of, pass_: str = pass_) -> bool:
-                """Whether one GPU is measured: by its time at half the length, of which it takes four times as long."""
+                """Whether one GPU is measured: by its time at the next shorter length, which grows with the square."""
                 if run.quick or of == sizes(run)[0]:
                     return True
-                return 4 * one.get((name, of.length // 2, pass_), math.inf) <= LONGEST_ALONE_S
+                known = {n: seconds for (b, n, p), seconds in one.items() if (b, p) == (name, pass_) and n < of.length}
+                shorter = max(known, default=0)
+                return bool(known) and known[shorter] * (of.length / shorter) ** 2 <= LONGEST_ALONE_S
 
             some = run.quick or of == sizes(run)[0] or any(fits(name) for name, _, _ in one)
             tensors, reason = run.group.agree(lambda of=of, b=backward, some=some: _tensors(run, of, b, some))

@@ -17,6 +17,7 @@ FOLDER = "scaling"
 
 OURS = "ours"
 BY_MESSAGES = "ours, by messages"  # hops by NCCL, where those of ours go by copy engines
+ON_DTENSORS = "ours, on DTensors"  # the collectives are DTensor's, one after the other with our calls
 ONE_GPU = "one GPU"
 PRODUCT = "product alone"
 COMMUNICATION = "communication alone"
@@ -25,7 +26,7 @@ SYMMETRIC = "symmetric memory"
 UNPATCHED = "without our kernels"
 LINK = "link"
 #: What a row's time is of, in the order of the tables.
-ROLES = (OURS, BY_MESSAGES, ONE_GPU, PRODUCT, COMMUNICATION, UNFUSED, SYMMETRIC, UNPATCHED, LINK)
+ROLES = (OURS, BY_MESSAGES, ON_DTENSORS, ONE_GPU, PRODUCT, COMMUNICATION, UNFUSED, SYMMETRIC, UNPATCHED, LINK)
 
 
 @dataclass

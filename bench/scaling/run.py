@@ -26,6 +26,7 @@ from bench.scaling.rows import (
     BY_MESSAGES,
     COMMUNICATION,
     LINK,
+    ON_DTENSORS,
     ONE_GPU,
     OURS,
     PRODUCT,
@@ -79,6 +80,7 @@ class Run:
     dry: bool
     timeout_s: float
     seconds: float  # of rounds, for each way
+    lengths: tuple[int, ...] = ()  # of the ring; none: those that fit the number of GPUs
     machine: Machine | None = None
     rows: list[ScalingRow] = field(default_factory=list)
 
@@ -240,7 +242,7 @@ class Run:
             row.tflops_per_gpu = row.tflops / row.gpus
         if role not in (ONE_GPU, PRODUCT) and problem.sent:
             row.bytes, row.gbs = problem.sent, problem.sent / seconds / 1e9
-        if role in (OURS, BY_MESSAGES, SYMMETRIC, UNFUSED, UNPATCHED):
+        if role in (OURS, BY_MESSAGES, ON_DTENSORS, SYMMETRIC, UNFUSED, UNPATCHED):
             shares(row, seconds, medians, problem.one_gpu_does)
         return row
 

@@ -19,7 +19,8 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``memory``: attention's memory and time against the length
 - ``dynamic``: what a new length costs, by every way to compile a function
 - ``patched``: what a patch makes of whole models
-- ``scaling``, ``scaling model``: what several GPUs measured, and what the paper model predicts of more
+- ``scaling``, ``scaling model``, ``scaling steps``: what several GPUs measured, what the paper model predicts of more,
+  and what a training step's time consists of
 
 With ``--folders`` it writes the README.md of every folder of rungs instead, whole: see :mod:`bench.show.folders`.
 """

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from bench.scaling import model
-from bench.scaling.rows import FOLDER, LINK, ONE_GPU, PRODUCT, ROLES, ScalingRow, latest, read
+from bench.scaling import block, fsdp, model
+from bench.scaling.rows import (
+    FOLDER,
+    LINK,
+    ON_DTENSORS,
+    ONE_GPU,
+    OURS,
+    PRODUCT,
+    ROLES,
+    UNPATCHED,
+    ScalingRow,
+    latest,
+    read,
+)
 from bench.scaling.show import cells
 from bench.show import markdown
+from bench.show.table import microseconds
 
 COMMAND = "torchrun --nproc-per-node N -m bench.scaling"
 #: Bytes a second of a GPU's network adapter, 400 Gb/s: the link between hosts.
@@ -17,6 +31,8 @@ BETWEEN_HOSTS = 50e9
 #: GPUs of a host, and numbers of GPUs of the predictions.
 HOST = 8
 PREDICTED = (8, 64, 1024)
+#: Time of a step over its computation that gives 1.7 times one GPU on two.
+TARGET = 2 / 1.7
 #: Of the predictions: tokens of one sequence, heads and their width; M, K and N of Llama 70B's `up` at 8192 tokens.
 LENGTH = 2**20
 HEADS = 16
@@ -105,4 +121,58 @@ def predicted(rows: Sequence[ScalingRow]) -> str:
     return f"{_head(rows)}\n\n{markdown.grid(header, lines, [True] * len(header))}"
 
 
-BLOCKS: dict[str, Callable[[Sequence[ScalingRow]], str]] = {"scaling": measured, "scaling model": predicted}
+_BLOCK = re.compile(r"B1 S(\d+) hidden (\d+) H\d+/\d+ inner \d+")
+_FSDP = re.compile(r"(\d+) layers, hidden (\d+) H\d+ inner (\d+), S\d+ a GPU")
+
+
+def _sent(row: ScalingRow) -> int | None:
+    """Bytes that a GPU sends in a training step; None for other rows."""
+    if row.op == block.OP and row.role in (OURS, ON_DTENSORS) and (found := _BLOCK.fullmatch(row.shape)):
+        tokens, hidden = map(int, found.groups())
+        overlapped = row.role == OURS
+        return model.block_bytes(row.gpus, tokens=tokens, hidden=hidden, itemsize=ITEMSIZE, overlapped=overlapped)
+    if row.op == fsdp.OP and row.role in (OURS, UNPATCHED) and (found := _FSDP.fullmatch(row.shape)):
+        layers, hidden, inner = map(int, found.groups())
+        sizes = {"layers": layers, "hidden": hidden, "inner": inner, "words": fsdp.WORDS}
+        return model.fsdp_bytes(row.gpus, **sizes, itemsize=ITEMSIZE)
+    return None
+
+
+def steps(rows: Sequence[ScalingRow]) -> str:
+    """Of each training step: one GPU's share of the computation, what is sent, and what neither explains."""
+    links = {row.gpus: row.gbs * 1e9 for row in rows if row.op == "neighbour" and row.role == LINK and row.gbs}
+    one = {(row.op, row.shape, row.backend): row.us for row in rows if row.role == ONE_GPU and row.us}
+    lines = []
+    for row in sorted(rows, key=lambda row: (row.op, row.shape, ROLES.index(row.role), row.gpus)):
+        sent, link, alone = _sent(row), links.get(row.gpus), one.get((row.op, row.shape, row.backend))
+        if sent is None or link is None or alone is None or row.us is None:
+            continue
+        compute = alone if row.op == fsdp.OP else alone / row.gpus  # under FSDP2 each GPU has a sequence
+        travel = 1e6 * sent / link
+        target = compute * TARGET
+        times = [microseconds(t) for t in (row.us, compute, travel)]
+        rest, best = (f"{t / row.us:+.0%}" for t in (row.us - compute - travel, row.us - target))
+        speedup = f"{row.gpus * compute / row.us:.2f}"
+        lines.append(
+            [f"{row.op} {row.shape}", row.role, str(row.gpus), *times, f"{sent / 1e9:.2f} GB", speedup, rest, best]
+        )
+    header = [
+        "step",
+        "what",
+        "GPUs",
+        "time",
+        "computation",
+        "travel",
+        "sent a GPU",
+        "times one GPU",
+        "rest",
+        "to target",
+    ]
+    return f"{_head(rows)}\n\n{markdown.grid(header, lines, [i > 1 for i in range(len(header))])}" if lines else ""
+
+
+BLOCKS: dict[str, Callable[[Sequence[ScalingRow]], str]] = {
+    "scaling": measured,
+    "scaling model": predicted,
+    "scaling steps": steps,
+}

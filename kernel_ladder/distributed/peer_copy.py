@@ -16,7 +16,7 @@ import contextlib
 import os
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -283,6 +283,29 @@ def usable(caller: str, group: Any, device: torch.device) -> bool:
         with torch.cuda.device(device):
             known[device] = _agree(group, device)
     return known[device]
+
+
+#: CUDA's word for a kernel that trapped, as one that waits for another rank does after the group's timeout.
+TRAPPED = "unspecified launch failure"
+
+
+def guarded(caller: str, group: Any, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """``run(*args, **options)``, with an error that names the call and its group where a wait on the GPU has trapped.
+
+    CUDA reports a trap to the first call that checks, which may be another than the one that waits.
+    """
+    try:
+        return run(*args, **options)
+    except RuntimeError as error:
+        group = dist.group.WORLD if group is None else group
+        if TRAPPED not in str(error) or not _buffers.get(group):
+            raise
+        device = torch.device("cuda", torch.cuda.current_device())
+        raise RuntimeError(
+            f"{caller}: rank {group.rank()} of {group.size()} lost another rank: a wait on {device} for its copies, of "
+            f"this call or an earlier one, ended after the group's timeout of {_timeout_ms(group, device) / 1e3:g} s, "
+            f"or another kernel failed; this process can use its GPU no more. CUDA: {str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def _refuse_in_capture(caller: str) -> None:

@@ -9,6 +9,8 @@ go around a ring. The order of sums is fixed.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +18,22 @@ import torch.distributed as dist
 
 from kernel_ladder import ops
 from kernel_ladder.distributed.exchange import check_group, direct, exchange, gather
+from kernel_ladder.distributed.peer_copy import guarded
 from kernel_ladder.distributed.sums import sum_parts
 from kernel_ladder.spec import check_tensors
 
 
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a caller's name, a group and more, whose errors name both where another rank is gone."""
+
+    @functools.wraps(function)
+    def call(caller: str, group: Any, *args: Any, **options: Any) -> Any:
+        return guarded(caller, group, function, caller, group, *args, **options)
+
+    return call
+
+
+@_guarded
 def _gather_matmul(
     caller: str, group: Any, part: torch.Tensor, other: torch.Tensor, backend: str | None, keep: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -35,6 +49,7 @@ def _gather_matmul(
     return output, gathered
 
 
+@_guarded
 def _matmul_scatter(
     caller: str, group: Any, input: torch.Tensor, other: torch.Tensor, backend: str | None
 ) -> torch.Tensor:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from kernel_ladder import autocast, ops, selection, table
 from kernel_ladder.distributed import steps
 from kernel_ladder.distributed.exchange import check_group, circulate
+from kernel_ladder.distributed.peer_copy import guarded
 from kernel_ladder.distributed.sequence import check_layout, chunks_of
 from kernel_ladder.ops.calls import as_number
 from kernel_ladder.semantics.masks import NO_WINDOW
@@ -225,6 +226,6 @@ def ring_attention(
         inputs = query[..., block.queries, :], key[..., block.keys, :], value[..., block.keys, :]
         table.spec("attention").check(*inputs, **ring.options_of(block))
         selection.resolve("attention", backend, inputs, ring.options_of(block))
-    passes = functools.partial(_forward, ring), functools.partial(_backward, ring)
+    passes = [functools.partial(guarded, op, group, each, ring) for each in (_forward, _backward)]
     output, lse = steps.Around.apply(*passes, query, key, value)
     return (output, lse) if return_lse else output

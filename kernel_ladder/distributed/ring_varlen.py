@@ -25,6 +25,7 @@ from kernel_ladder import autocast, ops, selection, table
 from kernel_ladder.distributed import steps
 from kernel_ladder.distributed.exchange import check_group, circulate
 from kernel_ladder.distributed.packed import check_rows, cut_of, offsets_of, padded
+from kernel_ladder.distributed.peer_copy import guarded
 from kernel_ladder.ops.calls import as_number
 from kernel_ladder.semantics.masks import NO_WINDOW
 from kernel_ladder.spec import check_tensors
@@ -226,7 +227,7 @@ def ring_attention_varlen(
         check_rows(_OP, name, x.shape[0], cut_of(sequences, size), rank)
     plan, factor = _plan(sequences, rank, size, is_causal), None if scale is None else as_number(scale)
     ring = _ring(group, plan, **tensors, backend=backend, scale=factor, enable_gqa=enable_gqa)
-    passes = functools.partial(_forward, ring, backend), functools.partial(_backward, ring)
+    passes = [functools.partial(guarded, _OP, group, *each) for each in ((_forward, ring, backend), (_backward, ring))]
     output, lse = steps.Around.apply(*passes, query, key, value)
     return (output, lse) if return_lse else output
 

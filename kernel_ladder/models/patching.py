@@ -12,6 +12,7 @@ from kernel_ladder.models import attention, loss, rotary
 from kernel_ladder.models.kinds import KINDS, Patched, of_class, subclass
 from kernel_ladder.models.report import Entry, Report
 from kernel_ladder.nn.backend import check_backend
+from kernel_ladder.ops.calls import is_sharded
 
 #: The attribute of a patched model that holds what :func:`unpatch` restores.
 UNDO = "_kernel_ladder_undo"
@@ -42,10 +43,15 @@ def patch(model: torch.nn.Module, backend: str = "auto", report: bool = True, *,
 
     Raises:
         TypeError: `model` is no module. BackendError, UnavailableError: no such backend, or not on this machine.
-        ValueError: nothing in the model can be replaced.
+        ValueError: nothing in the model can be replaced, or parameters are DTensors.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"patch: argument `model` must be a torch.nn.Module, got {type(model).__name__}")
+    if (sharded := next((name for name, p in model.named_parameters() if is_sharded(p)), None)) is not None:
+        raise ValueError(
+            f"patch: parameter `{sharded}` of argument `model` is a DTensor; patch the model first, then call "
+            "fully_shard() or parallelize_module()"
+        )
     if backend in (*table.LEVELS, "auto"):
         check_backend(tuple(op for kind in KINDS for op in kind.OPS), backend)
     elif not any(_without_backend(kind.OPS, backend) is None for kind in KINDS):
@@ -81,7 +87,7 @@ def unpatch(model: torch.nn.Module) -> None:
         raise ValueError(f"unpatch: argument `model`, a {type(model).__name__}, is not patched")
     for module, attributes in undo["modules"]:
         if isinstance(module, Patched):
-            module.__class__ = type(module).__bases__[1]
+            module.__class__ = _unpatched(type(module))
             del module.__dict__["_backend"]
         for key, value in attributes.items():
             if value is None:
@@ -91,6 +97,15 @@ def unpatch(model: torch.nn.Module) -> None:
     if undo["attention"] is not None:
         model.set_attn_implementation(undo["attention"])  # type: ignore[operator]
     object.__delattr__(model, UNDO)
+
+
+def _unpatched(cls: Any) -> type:
+    """The class that was patched. One that other code made of it since, such as FSDP2's, is made of the original."""
+    if not issubclass(cls.__bases__[0], torch.nn.Module) and issubclass(cls.__bases__[0], Patched):
+        return cls.__bases__[1]
+    bases = tuple([_unpatched(base) if issubclass(base, Patched) else base for base in cls.__bases__])
+    kept = {name: value for name, value in cls.__dict__.items() if name not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, bases, kept)
 
 
 # ---- the loss of Hugging Face's models ------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from kernel_ladder.transforms import transforms_active
 def call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
     compiling = is_compiling()  # read once: it costs as much as is_neg(), which torch.compile cannot trace
     if compiling:
-        if not transforms_active() and forward_ad._current_level < 0 and not any(map(_is_sharded, inputs)):
+        if not transforms_active() and forward_ad._current_level < 0 and not any(map(is_sharded, inputs)):
             return operators.call(op, backend, inputs, options)
         if autocast.applies_to(inputs):
             return autocast.call(lambda given: call(op, backend, given, options), op, inputs)
@@ -34,7 +34,7 @@ def call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) 
     negated = False
     for x in inputs:
         if x is not None:
-            if type(x) not in PLAIN and _is_sharded(x):
+            if type(x) not in PLAIN and is_sharded(x):
                 return _call_sharded(op, backend, inputs, options)
             negated = negated or (not compiling and x.is_neg())
     if negated:  # kernels read memory, where a lazy sign is not applied
@@ -47,7 +47,7 @@ def call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) 
         raise
 
 
-def _is_sharded(x: Any) -> bool:
+def is_sharded(x: Any) -> bool:
     """Whether `x` is a DTensor. Its module takes seconds to import, which a program that has one has done."""
     return type(x).__name__ == "DTensor"
 

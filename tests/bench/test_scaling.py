@@ -7,17 +7,19 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench.measure.environment import ROOT
 from bench.rows import store
-from bench.scaling import check, model
+from bench.scaling import check, model, products, ring
 from bench.scaling.__main__ import main
 from bench.scaling.rows import (
     BY_MESSAGES,
     COMMUNICATION,
+    ON_DTENSORS,
     ONE_GPU,
     OURS,
     PRODUCT,
@@ -67,11 +69,30 @@ def dry_run(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_dry_run_on_eight_ranks(tmp_path):
-    _, rows = run_dry(8, tmp_path / "rows.jsonl", "--only", "ring,products")
+    _, rows = run_dry(8, tmp_path / "rows.jsonl")
     assert [row.wrong for row in rows if row.wrong] == []
     assert {row.gpus for row in rows if row.role != ONE_GPU} == {8}
     timed = {row.op for row in rows if row.us is not None and row.role == OURS}
-    assert timed == {"ring_attention", "all_gather_matmul", "matmul_reduce_scatter"}
+    products_timed = {"all_gather_matmul", "matmul_reduce_scatter"}
+    rings = {"ring_attention", "ring_attention_varlen"}
+    assert timed == {*products_timed, *rings, "tensor_parallel_block", "fsdp_step"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "lengths", "expected"),
+    [
+        (2, (), [16, 32, 64, 128]),
+        (4, (), [32, 128, 256, 512]),
+        (8, (), [32, 128, 256, 512, 1024]),
+        (4, (2**18,), [256]),
+    ],
+)
+def test_lengths_and_layers(gpus, lengths, expected):
+    run = SimpleNamespace(dry=False, quick=False, gpus=gpus, lengths=lengths)
+    assert [of.length // 1024 for of in ring.sizes(run)] == expected
+    layers = {(of.op, of.k, of.n) for of in products.sizes(run)}
+    gather, scatter = products.GATHER, products.SCATTER
+    assert layers >= {(gather, 8192, 28672), (scatter, 28672, 8192), (gather, 8192, 10240), (scatter, 8192, 8192)}
 
 
 def test_a_dry_run_checks_and_times_everything(dry_run):
@@ -83,6 +104,7 @@ def test_a_dry_run_checks_and_times_everything(dry_run):
         *(("all_gather_matmul", role) for role in (OURS, PRODUCT, COMMUNICATION, UNFUSED)),
         *(("matmul_reduce_scatter", role) for role in (OURS, PRODUCT, COMMUNICATION, UNFUSED)),
         ("fsdp_step", UNPATCHED),
+        ("tensor_parallel_block", ON_DTENSORS),
         *((op, role) for op in ("tensor_parallel_block", "fsdp_step") for role in (OURS, ONE_GPU)),
     }
     assert all(row.unsupported for row in rows if row.role == SYMMETRIC)
@@ -104,6 +126,10 @@ def test_rows_become_pages(dry_run, tmp_path):
     machines = {tmp_path / "machine.jsonl": []}
     table = scaling.write("scaling", machines)
     assert table.count("| ours |") == 2 + 2 + 1 + 1 + 1 + 1  # passes of two rings, two products, the block, FSDP2
+    steps = [line.split("|")[1:4] for line in scaling.write("scaling steps", machines).splitlines() if "hidden" in line]
+    assert [(what.strip(), gpus.strip()) for _, what, gpus in steps] == [
+        (OURS, "2"), (UNPATCHED, "2"), (OURS, "2"), (ON_DTENSORS, "2")
+    ]  # fmt: skip
     lines = scaling.write("scaling model", machines).splitlines()
     assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")] == ["GPUs", "8", "64", "1024"]
 
@@ -189,6 +215,12 @@ def test_wrong_results_are_found():
     [
         ([], {}, "start it with torchrun"),
         (["--only", "rign"], {"RANK": "0"}, "unknown benchmark 'rign'; did you mean 'ring'"),
+        (
+            ["--lengths", "32k,33"],
+            {"RANK": "0"},
+            "--lengths must be positive multiples of 4, such as 32k,128k; got '33'",
+        ),
+        (["--lengths", ""], {"RANK": "0"}, "got ''"),
         (["--time", "0"], {"RANK": "0"}, "--time must be a positive number of seconds, got 0.0"),
         (["--dry-run", "--timeout", "1"], {"RANK": "0"}, "rank 0: no group of 2 processes within 1 s"),
     ],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from kernel_ladder.distributed import all_gather_matmul, matmul_reduce_scatter
+from kernel_ladder.distributed import all_gather_matmul, matmul_reduce_scatter, ring_attention
 
 
 def compare(backend: str, dtype: torch.dtype, tolerance: float, unit: int = 1, device: str = "cpu") -> None:
@@ -59,9 +62,21 @@ def compare(backend: str, dtype: torch.dtype, tolerance: float, unit: int = 1, d
 
 
 def a_rank_that_dies() -> None:
-    """The others' call ends in an error that names the neighbour."""
+    """The others' calls, and the backward pass of a ring that it took part in, end in errors that name it."""
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    output = ring_attention(q, q, q, is_causal=True, backend="torch")
     if dist.get_rank() == 1:
         return
     x = torch.zeros(2, 3)
-    with pytest.raises(RuntimeError, match=r"all_gather_matmul: rank 0 of 2 lost a neighbour \(rank 1 or 1\)"):
-        all_gather_matmul(x, x.mT, backend="torch")
+    calls: dict[str, list[Callable[[], Any]]] = {
+        "all_gather_matmul": [lambda: all_gather_matmul(x, x.mT, backend="torch")],
+        "matmul_reduce_scatter": [lambda: matmul_reduce_scatter(x, x.mT, backend="torch")],
+        "ring_attention": [
+            output.sum().backward,
+            lambda: ring_attention(q, q, q, is_causal=True, backend="torch"),
+        ],
+    }
+    for name, runs in calls.items():
+        for run in runs:
+            with pytest.raises(RuntimeError, match=rf"{name}: rank 0 of 2 lost a neighbour \(rank 1 or 1\)"):
+                run()

@@ -46,10 +46,12 @@ def whole(x: Any) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def compare(op: str, backend: str, case: Case, dtype: torch.dtype, most: int, tolerance: float) -> None:
+def compare(
+    op: str, backend: str, case: Case, dtype: torch.dtype, most: int, tolerance: float, device: str = "cpu"
+) -> None:
     """Outputs and gradients of a case for up to `most` placements."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    inputs = make_inputs(case, dtype, torch.device("cpu"))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    inputs = make_inputs(case, dtype, torch.device(device))
     names = list(kernel_ladder.spec(op).named(inputs))
     given = [x.detach() for x in inputs if x is not None]
     function = getattr(kernel_ladder, op)

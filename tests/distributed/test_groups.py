@@ -6,6 +6,7 @@ communication.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from kernel_ladder.spec import Case
 from kernel_ladder.table import OPS
 
 from ..conftest import DEVICE, INFERENCE, differentiable_ops, elements, plain_cases, typical_case
-from . import blocks, boards, packed, products, rings, sharded, shared_memory
+from . import blocks, boards, packed, patched, products, rings, sharded, shared_memory
 from .group import Check, run
 
 #: Whether the triton level takes CPU tensors, as the groups' are. It compiles for a GPU where there is one.
@@ -81,6 +82,22 @@ def by_copies(folder: Path) -> list[Check]:
     ]
 
 
+def patched_models() -> list[Check]:
+    """Each way to spread a patched Hugging Face model; none where transformers is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        return []
+    calls = [
+        *((name, "nothing") for name in patched.WAYS),
+        *((name, "checkpoints") for name in ("FSDP2", "tensor parallelism")),
+        ("FSDP2", "compile"),  # the blocks compile under tensor parallelism; on GPUs all ways do
+    ]
+    checks = [
+        Check(f"a patched model under {name}, {around} around its layers", patched.compare, (name, "torch", around))
+        for name, around in calls
+    ]
+    return [*checks, Check("a patched model, then shards, and undone", patched.check_order)]
+
+
 PACKED = (
     Check("parts of packed sequences", packed.check_parts),
     Check("bad packed sequences", packed.check_errors),
@@ -109,6 +126,7 @@ def test_two_ranks(tmp_path):
         Check("sequence parallelism, compiled", blocks.tensor_parallel, (level, True, "compile")),
         Check("FSDP2", blocks.data_parallel, (level, "fsdp")),
         Check("DDP", blocks.data_parallel, ("torch", "ddp")),
+        *patched_models(),
         Check("products", products.compare, ("torch", torch.float64, 1e-10)),
         Check(f"products at the {level} level", products.compare, (level, torch.float32, 1e-4)),
         *by_copies(tmp_path),

@@ -10,8 +10,8 @@ import torch
 
 from kernel_ladder import table
 
-from ..conftest import alone
-from . import packed, products, rings, transports
+from ..conftest import INFERENCE, alone, differentiable_ops, typical_case
+from . import packed, patched, products, rings, sharded, transports
 from .group import Check, run
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -20,6 +20,8 @@ ROWS, WIDTH = 256, 64
 TOLERANCES = {torch.bfloat16: 1e-1, torch.float16: 2e-2, torch.float32: 1e-3}
 #: Of attention: no rung of the cuda level takes packed sequences in float32, and every rank compiles Triton's kernels.
 DTYPES = {"torch": tuple(TOLERANCES), "triton": (torch.bfloat16,), "cuda": (torch.bfloat16, torch.float16)}
+#: Operations on DTensors at the triton level: by elements, by rows, with sums over ranks, with heads.
+COMPILED = ("gelu", "rms_norm", "linear", "attention")
 #: Cases that every level takes, in bfloat16; the first of each in the other dtypes too.
 RINGS = ("causal", "full", "causal-contiguous", "grouped", "window", "window-wide", "window-causal", "window-right")
 PACKED = ("uneven-causal", "full", "short-causal", "grouped-causal")
@@ -64,6 +66,48 @@ def test_by_copies_and_by_messages(ranks, level, tmp_path):
     run(ranks, tmp_path, [first, *alike, *checks, *messages], "cuda")
 
 
+def calls_on_dtensors(level: str) -> list[Check]:
+    """Each operation, in float32 but for packed sequences; at the triton level, where every rank compiles, some."""
+    checks = []
+    for op in differentiable_ops() if level == "cuda" else COMPILED:
+        if op in INFERENCE or table.unavailable(op, level) is not None:
+            continue
+        dtype = torch.bfloat16 if op == "attention_varlen" else torch.float32
+        call = op, level, typical_case(op, 3000), dtype, 12 if level == "cuda" else 4, TOLERANCES[dtype], "cuda"
+        checks.append(Check(f"{op} on DTensors at the {level} level", sharded.compare, call))
+    return checks
+
+
+@alone
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("level", ["cuda", "triton"])
+def test_dtensors(level, tmp_path):
+    """Placements of each operation on two GPUs, against the call of the same level on one."""
+    if GPUS < 2:
+        pytest.skip(f"needs 2 GPUs, {GPUS} are visible")
+    if (reason := table.unavailable("gelu", level)) is not None:
+        pytest.skip(reason)
+    checks = calls_on_dtensors(level)
+    assert checks
+    run(2, tmp_path, checks, "cuda")
+
+
+@alone
+@pytest.mark.timeout(600)
+def test_patched_models(tmp_path):
+    """Two ranks, as many as the model has heads of keys. Its layers by the cuda level, and compiled around formulas."""
+    if GPUS < 2:
+        pytest.skip(f"needs 2 GPUs, {GPUS} are visible")
+    pytest.importorskip("transformers", reason="transformers is not installed; pip install kernel_ladder[models]")
+    level = "torch" if table.unavailable("attention", "cuda") else "cuda"
+    checks = [
+        Check(f"{name}, {around}", patched.compare, (name, "torch" if around == "compile" else level, around, "cuda"))
+        for around in ("nothing", "checkpoints", "compile")
+        for name in patched.WAYS
+    ]
+    run(2, tmp_path, checks, "cuda")
+
+
 @alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -77,3 +121,16 @@ def test_streams(ranks, tmp_path):
         Check("CUDA graphs", transports.check_graphs),  # the last: a capture that failed
     ]
     run(ranks, tmp_path, checks, "cuda")
+
+
+@alone
+@pytest.mark.timeout(120)
+def test_a_rank_that_is_gone(tmp_path):
+    if GPUS < 2:
+        pytest.skip(f"needs 2 GPUs, {GPUS} are visible")
+    checks = [
+        Check("copies are possible", transports.check_usable),
+        Check("a rank that is gone", transports.check_lost_rank, (str(tmp_path),)),
+    ]
+    run(2, tmp_path, checks, "cuda")
+    assert "use its GPU no more" in (tmp_path / "said").read_text()

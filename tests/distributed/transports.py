@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +139,37 @@ def check_two_streams() -> None:
         torch.cuda.synchronize()
         for x, y in zip(found, expected, strict=True):
             _assert_same("on two streams", x, y)
+
+
+def check_lost_rank(folder: str) -> None:
+    """A wait for the copies of a rank that is gone ends in errors of Python; the next call names itself and the group.
+
+    The last check: no rank's GPU is fit for another, so that both processes end here.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+
+    def call() -> torch.Tensor:
+        return all_gather_matmul(x, x, group=group, backend="torch")
+
+    call()  # makes the buffers
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    said = Path(folder, "said")
+    if dist.get_rank() == 1:
+        while not said.exists():
+            time.sleep(0.1)
+        os._exit(0)
+    call()
+    with pytest.raises(RuntimeError, match=peer_copy.TRAPPED):
+        torch.cuda.synchronize()
+    with pytest.raises(
+        RuntimeError, match=r"all_gather_matmul: rank 0 of 2 lost another rank: .* timeout of 10 s"
+    ) as found:
+        call()
+    said.write_text(str(found.value))
+    os._exit(0)
 
 
 def check_graphs() -> None:
