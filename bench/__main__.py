@@ -39,6 +39,7 @@ Other commands look into calls:
   python -m bench profile OP           its kernels, their times and bytes; --help says more
   python -m bench counters             hardware counters of every CUDA and Triton rung, by Nsight Compute
   python -m bench dynamic              calls of changing lengths: what each compiler does when one is new
+  python -m bench bridge               the xla level beside plain JAX, and what passing tensors costs the host
 
 Other commands, all reading rows that a sweep has written:
   python -m bench table [FILE]         print the tables again
@@ -323,6 +324,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return rungs.main(argv[1:], console)
         if argv[:1] == ["dynamic"]:
             from bench.dynamic import command
+
+            return command.main(argv[1:], console)
+        if argv[:1] == ["bridge"]:
+            from bench.bridge import command
 
             return command.main(argv[1:], console)
         if argv[:1] == ["report"]:
