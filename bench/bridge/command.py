@@ -156,7 +156,7 @@ def measure(op: str, pass_: str, case: Case, dtype: torch.dtype, device: torch.d
     Raises:
         AssertionError: the results of the bridge are not plain JAX's.
     """
-    import jax
+    from xla_impl import bridge
 
     with torch.no_grad():
         large = Setting(op, pass_, case, dtype, device)
@@ -173,7 +173,7 @@ def measure(op: str, pass_: str, case: Case, dtype: torch.dtype, device: torch.d
         op, pass_, str(dtype).removeprefix("torch."), case.id,
         1e6 * statistics.median(plain), 1e6 * statistics.median(ours),
         statistics.median(b / a for a, b in zip(plain, ours, strict=True)), small_case.id, *host,
-        facts["gpu"], facts["torch"], jax.__version__, facts["commit"], facts["dirty"],
+        facts["gpu"], facts["torch"], bridge.jax().__version__, facts["commit"], facts["dirty"],
         datetime.now(UTC).isoformat(timespec="milliseconds"),
     )  # fmt: skip
 
