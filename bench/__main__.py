@@ -40,6 +40,7 @@ Other commands look into calls:
   python -m bench counters             hardware counters of every CUDA and Triton rung, by Nsight Compute
   python -m bench dynamic              calls of changing lengths: what each compiler does when one is new
   python -m bench patched              whole models, patched and not: forward pass, training step, decoding
+  python -m bench bridge               the xla level beside plain JAX, and what passing tensors costs the host
 
 Other commands, all reading rows that a sweep has written:
   python -m bench table [FILE]         print the tables again
@@ -331,6 +332,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench.patched import command as of_models
 
             return of_models.main(argv[1:], console)
+        if argv[:1] == ["bridge"]:
+            from bench.bridge import command as of_bridge
+
+            return of_bridge.main(argv[1:], console)
         if argv[:1] == ["report"]:
             from bench.show import report
 

@@ -2,6 +2,8 @@
 
 On a CPU a contiguous tensor becomes a NumPy view, which costs a tenth of DLPack's import. On a GPU DLPack carries the
 stream: JAX's stream waits for PyTorch's current one before it reads, and PyTorch's current stream waits for the result.
+:class:`Order` does so once a call, with one event, where PyTorch's own export makes one for every tensor.
+`python -m bench bridge` measures what all of this costs the host.
 
 Three rules keep memory safe. No array outlives its call, because nothing tells JAX of a write in place. Every result is
 exported before the call returns, because the export waits for the program that still reads the inputs. No input is
@@ -12,11 +14,13 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils.dlpack import DLDeviceType, to_dlpack
 
 from kernel_ladder import gpu
 from kernel_ladder.errors import UnsupportedError, is_for_memory
@@ -74,8 +78,13 @@ def wide(*tensors: torch.Tensor | None) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def to_jax(x: torch.Tensor | None) -> Any:
-    """`x` as an argument of a compiled function: its own memory, or a copy where it is not contiguous or aligned."""
+def to_jax(x: torch.Tensor | None, order: Order | None = None) -> Any:
+    """`x` as an argument of a compiled function: its own memory, or a copy where it is not contiguous or aligned.
+
+    Args:
+        x: the tensor, or None.
+        order: that of the call, for a tensor on a GPU.
+    """
     if x is None:
         return None
     x = x.detach()
@@ -92,7 +101,7 @@ def to_jax(x: torch.Tensor | None) -> Any:
     if x.numel() == 0:
         with jax().default_device(_device(x.device)):
             return jax().numpy.zeros(tuple(x.shape), dtype=dtype_name(x.dtype))
-    return jax().dlpack.from_dlpack(x)
+    return jax().dlpack.from_dlpack(x if order is None else Operand(x, order))
 
 
 def _device(device: torch.device) -> Any:
@@ -100,29 +109,92 @@ def _device(device: torch.device) -> Any:
     return found[0 if device.index is None else device.index]
 
 
-def to_torch(x: Any, device: torch.device) -> torch.Tensor:
-    """An array as a tensor of the same memory. Waits for it: on a CPU the caller, on a GPU its current stream."""
+def to_torch(x: Any, device: torch.device, order: Order | None = None) -> torch.Tensor:
+    """An array as a tensor of the same memory. Waits for it: on a CPU the caller, on a GPU the stream of `order`."""
     if 0 in x.shape:
         return torch.empty(tuple(x.shape), dtype=getattr(torch, str(x.dtype)), device=device)
-    return torch.from_dlpack(x)
+    # The array's own export, because that of torch.from_dlpack() first asks for the device and the stream.
+    return torch.from_dlpack(x.__dlpack__() if order is None else x.__dlpack__(stream=order.pointer))
+
+
+@functools.cache
+def _external(pointer: int, device: torch.device) -> torch.cuda.Stream:
+    """A stream that JAX owns, by its address."""
+    return torch.cuda.ExternalStream(pointer, device)
+
+
+class _Events(threading.local):
+    """An event for each GPU. A thread's own, because another thread's record would replace what it waits for."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, torch.cuda.Event] = {}
+
+
+_events = _Events()
+
+
+class Order:
+    """The order of a call on a GPU: after the work of PyTorch's current stream, before what that stream does next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.current = torch.cuda.current_stream(device)
+        address = self.current.cuda_stream
+        #: The current stream as DLPack names it; 1 is the default stream.
+        self.pointer = address if address else 1
+        self._event: torch.cuda.Event | None = None
+        self._waiting: set[int | None] = {self.pointer, -1}  # -1 asks for no order
+
+    def before(self, stream: int | None) -> None:
+        """Let JAX's `stream` wait for the current one. JAX takes several in turn; each waits once."""
+        if stream in self._waiting:
+            return
+        self._waiting.add(stream)
+        if self._event is None:
+            self._event = _events.of.get(self.device)
+            if self._event is None:
+                self._event = _events.of[self.device] = torch.cuda.Event()
+            self._event.record(self.current)
+        default = stream is None or stream == 1
+        waits = torch.cuda.default_stream(self.device) if default else _external(stream, self.device)
+        waits.wait_event(self._event)
+
+
+class Operand:
+    """A tensor as JAX imports it: DLPack's protocol, with the order of the call."""
+
+    def __init__(self, x: torch.Tensor, order: Order) -> None:
+        self.x, self.order = x, order
+
+    def __dlpack_device__(self) -> tuple[DLDeviceType, int]:
+        return DLDeviceType.kDLCUDA, self.x.get_device()
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        self.order.before(stream)
+        return to_dlpack(self.x)
 
 
 #: For each GPU, the streams whose calls have received results.
 _streams: dict[torch.device, set[torch.cuda.Stream]] = {}
 
 
-def follow_other_streams(device: torch.device) -> None:
+def follow_other_streams(device: torch.device, current: torch.cuda.Stream) -> None:
     """Let the current stream wait for the other streams that have received results from JAX on this GPU.
 
     JAX takes back the memory of a result as soon as its tensor is gone, though kernels on the tensor's stream may still
     read it. The next program may write there. It waits for the current stream, and so for those kernels as well.
+
+    A stream without pending work reads nothing, and is not waited for. A program that has used all 32 streams of
+    PyTorch's pool would else record and await 32 events a call.
     """
-    current = torch.cuda.current_stream(device)
-    known = _streams.setdefault(device, set())
-    known.add(current)
+    known = _streams.get(device)
+    if known is None:
+        known = _streams.setdefault(device, set())
+    if current not in known:
+        known.add(current)
     if len(known) > 1:
-        for other in known:
-            if other != current:
+        for other in tuple(known):
+            if other != current and not other.query():
                 current.wait_stream(other)
 
 
@@ -141,13 +213,14 @@ def run(program: Callable[..., Any], tensors: Inputs, *more: Any) -> tuple[torch
 
 
 def _run(program: Callable[..., Any], tensors: Inputs, *more: Any) -> tuple[torch.Tensor, ...]:
-    device = tensors[0].device
+    device, order = tensors[0].device, None
     if device.type == "cuda":
         if gpu.capturing():
             raise UnsupportedError(CAPTURED)
-        follow_other_streams(device)
+        order = Order(device)
+        follow_other_streams(device, order.current)
     with wide(*tensors):
-        arrays = [to_jax(x) for x in tensors]
+        arrays = [to_jax(x, order) for x in tensors]
         found = program(*arrays, *more)
         # `arrays` stay until the results are exported: their memory must not be given to others before that.
-        return tuple([to_torch(y, device) for y in found])
+        return tuple([to_torch(y, device, order) for y in found])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import random
@@ -163,9 +164,15 @@ def side_stream(device: torch.device) -> Any:
     """A stream that can be captured, as a context; autograd's backward follows its forward onto it."""
     if device.type != "cuda":
         return torch.cuda.stream(None)
-    stream = torch.cuda.Stream(device)
+    stream = _side(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return torch.cuda.stream(stream)
+
+
+@functools.cache
+def _side(device: torch.device) -> Any:
+    """One stream for all cases: whoever must order a call after every stream that was used would find 32 of them."""
+    return torch.cuda.Stream(device)
 
 
 class Span(NamedTuple):

@@ -40,6 +40,7 @@ from bench.rows import store
 from bench.rows.published import of_gpus
 from bench.rows.store import Row, picture_file
 from bench.show import (
+    bridge,
     cards,
     claims,
     climb,
@@ -105,9 +106,9 @@ def renew(text: str, machines: Machines, folder: Path) -> str:
 def _block(name: str, machines: Machines, folder: Path) -> str:
     if name in scaling.BLOCKS:
         return scaling.write(name, machines) or f"{_EMPTY}: `{scaling.COMMAND}` writes them.*"
-    for each in (dynamic, patched):
-        if name == each.BLOCK:
-            return each.write(machines) or f"{_EMPTY}: `{each.COMMAND}` writes them.*"
+    for page in (dynamic, patched, bridge):
+        if name == page.BLOCK:
+            return page.write(machines) or f"{_EMPTY}: `{page.COMMAND}` writes them.*"
     make, op = _maker(name, folder)
     blocks = [make(path, found) for path, found in machines.items()]
     written = "\n\n".join(filter(None, blocks))
@@ -143,7 +144,15 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         return lambda path, found: _rates(name, found), name
     if word in of_one and op in kernel_ladder.OPS:
         return of_one[word], op
-    known = [*of_all, dynamic.BLOCK, patched.BLOCK, *scaling.BLOCKS, *(f"'{word} OP'" for word in of_one), "OP"]
+    known = [
+        *of_all,
+        dynamic.BLOCK,
+        patched.BLOCK,
+        bridge.BLOCK,
+        *scaling.BLOCKS,
+        *(f"'{word} OP'" for word in of_one),
+        "OP",
+    ]
     raise ReadmeError(f"unknown block {name!r}; known are {', '.join(known)}, of {', '.join(kernel_ladder.OPS)}")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from bench import sweep
 from bench.__main__ import main
+from bench.bridge import rows as bridge_rows
 from bench.dynamic import rows as dynamic_rows
 from bench.measure import lengths
 from bench.measure.environment import ROOT
@@ -166,6 +167,8 @@ def test_every_row_that_is_kept_is_whole(path):
         assert dynamic_rows.read(path)
     elif path.parent.name == "patched":
         assert patched_rows.read(path)
+    elif path.parent.name == "bridge":
+        assert bridge_rows.read(path)
     elif not path.name.endswith(counters.SUFFIX):
         assert store.read(path)
 

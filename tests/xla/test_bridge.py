@@ -148,19 +148,79 @@ def test_a_gpu_that_jax_lacks_is_refused_with_the_way_to_it(monkeypatch):
     assert "`pip install kernel_ladder[xla-cuda13]`" in rung.unsupported(x)
 
 
+class Stream:
+    """A stream of a GPU that is not there: its name, and what it was told to wait for."""
+
+    def __init__(self, name: str, busy: bool = True) -> None:
+        self.name, self.busy, self.waits, self.cuda_stream = name, busy, [], int(name, 36)
+
+    def query(self) -> bool:
+        return not self.busy
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append(other.name)
+
+    def wait_event(self, event: list[str]) -> None:
+        self.waits.append(event[-1])
+
+
 def test_a_call_waits_for_every_stream_that_reads_results(monkeypatch):
     """JAX may write where a dropped result was, while another stream's kernels still read it."""
-    waits = []
-
-    class Stream(str):
-        def wait_stream(self, other: str) -> None:
-            waits.append((str(self), str(other)))
-
     monkeypatch.setattr(bridge, "_streams", {})
-    for name in ("a", "a", "b", "a"):
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, name=name: Stream(name))
-        bridge.follow_other_streams(torch.device("cuda", 0))
-    assert waits == [("b", "a"), ("a", "b")]
+    a, b, c = Stream("a"), Stream("b"), Stream("c", busy=False)
+    for current in (a, a, b, c, a):
+        bridge.follow_other_streams(torch.device("cuda", 0), current)
+    assert (a.waits, b.waits, sorted(c.waits)) == (["b"], ["a"], ["a", "b"])
+
+
+def test_every_stream_of_jax_waits_once_for_the_current_one(monkeypatch):
+    """JAX imports operands on several streams in turn. One event orders them all."""
+    device, current, jax_streams = torch.device("cuda", 0), Stream("a"), {7: Stream("7"), 8: Stream("8")}
+    records: list[str] = []
+
+    class Event(list):
+        def record(self, stream: Stream) -> None:
+            self.append(stream.name)
+            records.append(stream.name)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: jax_streams[8])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(bridge, "_external", lambda pointer, device: jax_streams[pointer])
+    monkeypatch.setattr(bridge, "_events", bridge._Events())
+    for _ in range(2):
+        order = bridge.Order(device)
+        for stream in (7, 1, 7, -1, order.pointer):
+            order.before(stream)
+    assert records == ["a", "a"]
+    assert [stream.waits for stream in jax_streams.values()] == [["a", "a"], ["a", "a"]]
+    current.cuda_stream = 0
+    assert bridge.Order(device).pointer == 1  # DLPack's name of the default stream
+
+
+def test_an_operand_exports_its_own_memory_in_the_calls_order(monkeypatch):
+    x, asked = torch.arange(6.0).view(2, 3), []
+    operand = bridge.Operand(x, SimpleNamespace(before=asked.append))
+    y = torch.from_dlpack(operand.__dlpack__(stream=7, max_version=(1, 0)))
+    assert asked == [7]
+    assert torch.equal(x, y)
+    assert x.data_ptr() == y.data_ptr()
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU is visible")
+def test_a_dropped_result_is_not_overwritten_while_another_stream_reads_it():
+    x, zero, side = torch.ones(1 << 24, device=DEVICE), torch.zeros(1 << 24, device=DEVICE), torch.cuda.Stream()
+    kl.add(zero, zero, backend="xla.jit")  # compiled before the other stream is kept busy
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = kl.add(x, x, backend="xla.jit")
+        torch.cuda._sleep(1 << 28)  # a tenth of a second
+        found = y.clone()
+        del y
+    for _ in range(4):
+        kl.add(zero, zero, backend="xla.jit")
+    torch.cuda.synchronize()
+    assert (found == 2).all()
 
 
 @pytest.mark.parametrize(
