@@ -118,7 +118,7 @@ def _counters(
     gpu, found = profiled
     calls = [key for key in found if key[:3] == (op, name, "forward")]
     if not calls:
-        return f"none committed yet: {_sentence(_no_counters(name, row))}", ""
+        return f"none committed yet: {_sentence(_no_counters(op, name, row))}", ""
     at = (row.dtype, row.shape) if row is not None else ("", "")
     key = next((key for key in calls if key[3:] == at), calls[0])
     old = found.get((op, before, *key[2:]), {})
@@ -131,9 +131,9 @@ def _counters(
     return said, key[4]
 
 
-def _no_counters(name: str, row: Row | None) -> str:
+def _no_counters(op: str, name: str, row: Row | None) -> str:
     if name.startswith(COMPILERS):
-        return "the compiler names its kernels anew in every version; `inspect --source` shows them"
+        return f"on a GPU `python -m bench counters --op {op} --backend {name}` counts its kernels"
     if row is None:
         return "the rung is newer than the committed rows"
     return "the profiler has not been run on this rung"
