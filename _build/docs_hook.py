@@ -3,7 +3,9 @@
 - ``{{ source FILE NAME }}`` becomes a code block of the function or kernel NAME as it stands in FILE.
 - ``{{ source FILE }}`` becomes one of the whole file without its docstring.
 - ``{{ us OP RUNG "SHAPE" [DTYPE] [PASS] }}`` becomes the measured median time of a row, with the GPU as its tooltip.
-- ``{{ host OP RUNG ... }}`` becomes the time of the call on the host.
+- ``{{ host OP RUNG ... }}`` becomes the time of the call on the host, ``{{ compile OP RUNG ... }}`` that of a shape's first
+  call, ``{{ share OP RUNG ... }}`` the share of the measured ceiling.
+- ``{{ ratio OP RUNG OTHER ... }}`` becomes the time of OTHER over that of RUNG.
 - ``{{ counter OP RUNG NAME "SHAPE" [DTYPE] [PASS] }}`` becomes a hardware counter, by the heading that tables in
   ``docs/climb/`` give it.
 - ``{{ ceiling copy }}`` and ``{{ ceiling tensor }}`` become the highest rates that a copy, and a product in bfloat16,
@@ -11,8 +13,8 @@
   ``{{ least tensor N [N…] }}`` that of as many operations.
 - ``{{ figure NAME }}`` becomes a figure of ``_build/figures``, drawn at this build, with its caption.
 
-A name that is not there ends the build with an error. ``{{ us? ... }}`` and ``{{ host? ... }}`` say "not yet in the
-committed rows" where there is no row of the rung at all.
+A name that is not there ends the build with an error. With a question mark, as in ``{{ us? ... }}``, a marker of rows or
+counters says "not yet in the committed rows" where there is nothing of the rung at all.
 
 Links to ``bench/results/pictures`` and to sources, right for a reader of the repository, become links into the site.
 """
@@ -25,6 +27,7 @@ import html
 import math
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,9 @@ from bench.show.table import microseconds  # isort: skip
 
 #: What stands for a time that no committed row has.
 UNMEASURED = "*not yet in the committed rows*"
-DIRECTIVE = re.compile(r"\{\{ *(source|us\??|host\??|counter|ceiling|least|figure) ([^}]*?) *\}\}")
+DIRECTIVE = re.compile(
+    r"\{\{ *(source|us\??|host\??|compile\??|share\??|ratio|counter\??|ceiling|least|figure) ([^}]*?) *\}\}"
+)
 FIGURE = re.compile(r'<svg data-figure="(\w+)"></svg>')
 PICTURE = re.compile(r"\]\((?:\.\./)+bench/results/pictures/([\w.-]+\.svg)\)")
 #: Pages of the site that stand at the top of the repository, for its readers.
@@ -72,8 +77,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         try:
             if kind == "source":
                 return _indented(source(*arguments), markdown[markdown.rfind("\n", 0, match.start()) + 1 : match.start()])
-            made = {"figure": figure, "counter": counter, "ceiling": ceiling, "least": least}.get(kind)
-            return made(*arguments) if made else measured(kind, *arguments)
+            made = {"figure": figure, "ratio": ratio, "ceiling": ceiling, "least": least}.get(kind)
+            if made is not None:
+                return made(*arguments)
+            return (counter if kind.startswith("counter") else measured)(kind, *arguments)
         except (LookupError, TypeError, ValueError, OSError) as error:
             raise PluginError(f"{page.file.src_path}: {match[0]}: {error}") from None
 
@@ -142,15 +149,38 @@ def _rows() -> dict[tuple[str, str, str, str, str], dict[str, Any]]:
     return {(r["op"], current(r["op"], r["backend"], r["when"]), r["shape"], r["dtype"], r["pass"]): r for r in rows()}
 
 
-def measured(kind: str, op: str, rung: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> str:
-    """A time in µs or ms, to three digits."""
+#: What a marker of a row shows.
+SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
+    "us": lambda row: microseconds(row["us"]),
+    "host": lambda row: microseconds(row["host_us"]),
+    "compile": lambda row: f"{row['compile_s']:.2g} s",
+    "share": lambda row: f"{row['of_ceiling']:.2f}",
+}
+
+
+def _row(op: str, rung: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> dict[str, Any]:
     row = _rows().get((op, rung, shape, dtype, pass_))
-    if row is None and kind.endswith("?") and not any(key[:2] == (op, rung) for key in _rows()):
-        return UNMEASURED
     if row is None:
         raise LookupError(f"no row of {op} {rung} {shape!r} {dtype} {pass_} in {ROWS.name}")
-    us = row["us"] if kind.rstrip("?") == "us" else row["host_us"]
-    return f'<span title="{row["gpu"]}, commit {row["commit"][:12]}">{microseconds(us)}</span>'
+    return row
+
+
+def _measured(text: str, row: dict[str, Any]) -> str:
+    return f'<span title="{row["gpu"]}, commit {row["commit"][:12]}">{text}</span>'
+
+
+def measured(kind: str, op: str, rung: str, *call: str) -> str:
+    """What a row says: a time, or a share of the ceiling."""
+    if kind.endswith("?") and not any(key[:2] == (op, rung) for key in _rows()):
+        return UNMEASURED
+    row = _row(op, rung, *call)
+    return _measured(SHOWN[kind.rstrip("?")](row), row)
+
+
+def ratio(op: str, rung: str, other: str, *call: str) -> str:
+    """The time of `other` over that of `rung`, to three digits."""
+    row = _row(op, rung, *call)
+    return _measured(f"{_row(op, other, *call)['us'] / row['us']:.3g}", row)
 
 
 #: Rows of a ceiling, their field and dtype, its unit, and how many of the field's units that is.
@@ -178,9 +208,13 @@ def _counters(op: str) -> tuple[str, dict[tuple[str, ...], Any]]:
     return climb_counters.of_operation(op, ROWS)
 
 
-def counter(op: str, rung: str, name: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> str:
+def counter(
+    kind: str, op: str, rung: str, name: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward"
+) -> str:
     """A hardware counter as the climb writes it."""
     gpu, found = _counters(op)
+    if kind.endswith("?") and not any(key[:2] == (op, rung) for key in found):
+        return UNMEASURED
     column = next((each for each in climb_counters.COLUMNS if each[0] == name), None)
     if column is None:
         raise LookupError(f"no counter {name!r}; known are {', '.join(each[0] for each in climb_counters.COLUMNS)}")

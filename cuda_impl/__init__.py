@@ -52,7 +52,7 @@ def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
     if not inputs[0].is_cuda:
         return f"CUDA kernels take CUDA tensors, got {inputs[0].device.type}"
     if inputs[0].dtype == torch.float64:
-        return "float64 is supported at the torch and compile levels only"
+        return "float64 is supported at the torch, compile and xla levels only"
     return built_for.no_code(inputs[0].get_device())
 
 

@@ -41,7 +41,7 @@ SPLIT_ROWS = 16
 def _no_mask_gradient(attn_mask: torch.Tensor | None) -> str | None:
     """What every backward asks of a call."""
     if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
-        return "the gradient of an additive mask is given at the torch, compile and triton levels only"
+        return "the gradient of an additive mask is given at the torch, compile and triton levels and by xla.jit only"
     return None
 
 

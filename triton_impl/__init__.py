@@ -100,7 +100,7 @@ def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
     """What every Triton kernel of this package asks of its inputs."""
     first = inputs[0]
     if first.dtype == torch.float64:
-        return "float64 is supported at the torch and compile levels only"
+        return "float64 is supported at the torch, compile and xla levels only"
     if not first.is_cuda and not (interpreted() and first.is_cpu):
         takes = "Triton's interpreter takes CPU tensors" if interpreted() else "Triton kernels take CUDA tensors"
         return f"{takes}, got {first.device.type}"

@@ -57,7 +57,7 @@ def _card(
 ) -> str:
     note = predictions.notes().get(op, {}).get(name, {})
     head = described.get(name.partition(".")[2])
-    forward = _call(op, name, note, mine, "forward")
+    forward = call_of(op, name, note, mine, "forward")
     row = forward.get(name)
     step = next((old for new, old in with_step_before(in_order([*forward.values()])) if new is row), None)
     if row is None or row.us is None:  # before it in the ladder, as far as that was timed
@@ -68,7 +68,7 @@ def _card(
     said["Diff"] = _diff(head, described.get(before.partition(".")[2]))
     why = _sentence(note.get("why") or (head.predicts if head else ""))
     said["Prediction"] = " ".join(filter(None, (why, f"{prediction}." if prediction else ""))) or "None was written."
-    said["Measured"] = _measured(name, forward, step, _call(op, name, note, mine, "backward"))
+    said["Measured"] = _measured(name, forward, step, call_of(op, name, note, mine, "backward"))
     said["Counters"], shape = _counters(op, name, before, row, profiled)
     said["Verdict"] = _verdict(prediction, row, note, bool(shape))
     said["Limits it now"] = _sentence(note.get("limit") or (head.limit if head else "")) or "Not known."
@@ -77,7 +77,7 @@ def _card(
     return "\n".join([f"## {name}", "", *lines])
 
 
-def _call(op: str, name: str, note: Mapping[str, Any], mine: Sequence[Row], pass_: str) -> dict[str, Row]:
+def call_of(op: str, name: str, note: Mapping[str, Any], mine: Sequence[Row], pass_: str) -> dict[str, Row]:
     """By rung, the rows of the call at which the card shows its rung: the note's, else the headline, else its last."""
     rows = [row for row in mine if row.pass_ == pass_]
     standing = headline(op, (row for row in rows if row.us is not None))
@@ -119,7 +119,7 @@ def _counters(
     gpu, found = profiled
     calls = [key for key in found if key[:3] == (op, name, "forward")]
     if not calls:
-        return f"none committed yet: {_sentence(_no_counters(name, row))}", ""
+        return f"none committed yet: {_sentence(_no_counters(op, name, row))}", ""
     at = (row.dtype, row.shape) if row is not None else ("", "")
     key = next((key for key in calls if key[3:] == at), calls[0])
     old = found.get((op, before, *key[2:]), {})
@@ -132,9 +132,9 @@ def _counters(
     return said, key[4]
 
 
-def _no_counters(name: str, row: Row | None) -> str:
+def _no_counters(op: str, name: str, row: Row | None) -> str:
     if name.startswith(COMPILERS):
-        return "the compiler names its kernels anew in every version; `inspect --source` shows them"
+        return f"on a GPU `python -m bench counters --op {op} --backend {name}` counts its kernels"
     if row is None:
         return "the rung is newer than the committed rows"
     return "the profiler has not been run on this rung"

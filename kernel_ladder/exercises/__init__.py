@@ -26,7 +26,7 @@ def not_plain(*tensors: torch.Tensor, backward: bool = False) -> str | None:
     """
     for x in tensors:
         if x.dtype == torch.float64:
-            return "float64 is supported at the torch and compile levels only"
+            return "float64 is supported at the torch, compile and xla levels only"
         if not x.is_contiguous():
             return "takes contiguous tensors"
         if x.requires_grad and not backward and torch.is_grad_enabled():

@@ -18,7 +18,7 @@ def gelu(
     """Gaussian error linear unit, elementwise: ``x · Φ(x)``, as :func:`torch.nn.functional.gelu`.
 
     Args:
-        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch, compile and xla levels).
         approximate: ``"none"`` for the exact form with erf, ``"tanh"`` for the approximation with tanh.
         out: must be None; the result is a new tensor.
         backend: see :func:`kernel_ladder.use`.
@@ -44,7 +44,7 @@ def add(
     """Elementwise sum of two tensors, as :func:`torch.add` without factors, numbers and mixed dtypes.
 
     Args:
-        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch, compile and xla levels).
         other: of the same dtype on the same device, of a shape that broadcasts with that of `input`.
         alpha: must be 1; multiply `other` beforehand.
         out: must be None; the result is a new tensor.
@@ -89,7 +89,7 @@ def dropout(
     needs a seed of its own. :mod:`kernel_ladder.semantics.philox` defines the mask, bit for bit.
 
     Args:
-        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch, compile and xla levels).
         p: the probability to drop an element, from 0 up to but not including 1.
         training: if False, `input` itself is returned, and no seed is needed.
         inplace: must be False; the result is a new tensor.
@@ -135,7 +135,7 @@ def bias_gelu(
     """``gelu(input + bias)``, as :func:`torch.nn.functional.gelu` of the sum.
 
     Args:
-        input: ``(..., N)``, any strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        input: ``(..., N)``, any strides; float16, bfloat16, float32 (float64 at the torch, compile and xla levels).
         bias: ``(N,)``, of the same dtype on the same device.
         approximate: ``"none"`` for the exact form with erf, ``"tanh"`` for the approximation with tanh.
         backend: see :func:`kernel_ladder.use`.
@@ -152,7 +152,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, backend: str | None = None) 
     """``silu(gate) · up`` elementwise, with ``silu(x) = x · sigmoid(x)``.
 
     Args:
-        gate: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        gate: any shape and strides; float16, bfloat16, float32 (float64 at the torch, compile and xla levels).
         up: of the same shape and dtype on the same device. Both may be halves of one tensor.
         backend: see :func:`kernel_ladder.use`.
 
@@ -176,7 +176,7 @@ def rope(
 
     Args:
         input: ``(..., S, D)``, such as the queries or keys ``(B, H, S, D)`` of :func:`attention`; any strides; float16,
-            bfloat16, float32 (float64 at the torch and compile levels).
+            bfloat16, float32 (float64 at the torch, compile and xla levels).
         freqs_cis: ``(P, R / 2)``, complex64, ``cos θ + i · sin θ`` for each position and pair; it gets no gradient. The
             first R elements of a row are rotated, with R at most D, and the others are copied.
         interleaved: True: pairs are neighbours, as in RoFormer and GPT-J. False: a pair is element i and i + R / 2, as

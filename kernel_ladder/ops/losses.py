@@ -27,7 +27,7 @@ def cross_entropy(
 
     Args:
         input: logits ``(C,)``, ``(N, C)`` or ``(N, C, d1, ...)`` of C classes; any strides; float16, bfloat16, float32
-            (float64 at the torch and compile levels).
+            (float64 at the torch, compile and xla levels).
         target: int64 labels from 0 to C − 1, of the shape of `input` without its classes. Probabilities are not taken.
         weight: must be None; classes have no weights of their own.
         size_average, reduce: must be None; `reduction` says it.
@@ -97,7 +97,7 @@ def linear_cross_entropy(
     both gradients in the forward pass. The torch, compile and xla levels hold them.
 
     Args:
-        input: ``(K,)`` or ``(N, K)``; any strides; float16, bfloat16, float32 (float64 at the torch and compile
+        input: ``(K,)`` or ``(N, K)``; any strides; float16, bfloat16, float32 (float64 at the torch, compile and xla
             levels).
         linear_weight: ``(C, K)``, a row for each class, of the same dtype on the same device; any strides.
         target: int64 labels from 0 to C − 1, ``()`` or ``(N,)``.

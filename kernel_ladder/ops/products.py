@@ -12,7 +12,7 @@ def matmul(input: torch.Tensor, other: torch.Tensor, *, out: None = None, backen
 
     Args:
         input: ``(K,)``, ``(M, K)`` or ``(..., M, K)``; float16, bfloat16, float32
-            (float64 at the torch and compile levels); any strides.
+            (float64 at the torch, compile and xla levels); any strides.
         other: ``(K,)``, ``(K, N)`` or ``(..., K, N)``, of the same dtype on the same device.
         out: must be None; the result is a new tensor.
         backend: see :func:`kernel_ladder.use`.
@@ -38,7 +38,7 @@ def linear(
     """``activation(input · weightᵀ + bias)``, as :func:`torch.nn.functional.linear` followed by its ``gelu``.
 
     Args:
-        input: ``(K,)`` or ``(..., K)``; float16, bfloat16, float32 (float64 at the torch and compile levels); any
+        input: ``(K,)`` or ``(..., K)``; float16, bfloat16, float32 (float64 at the torch, compile and xla levels); any
             strides.
         weight: ``(N, K)``, or a vector ``(K,)``, whose output has no feature dimension; of the same dtype on the same
             device; any strides.

@@ -22,7 +22,7 @@ def softmax(
     """Softmax along one dimension: ``exp(x − max x) / Σ exp(x − max x)``, as :func:`torch.softmax`.
 
     Args:
-        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch, compile and xla levels).
         dim: the dimension that sums to one, from ``-input.dim()`` to ``input.dim() - 1``.
         dtype: the dtype to which `input`, of any dtype, is converted first, in a separate pass; None: no conversion.
         out: must be None; the result is a new tensor.
@@ -54,7 +54,7 @@ def sum(
     """Sum over one dimension, several or all, as :func:`torch.sum`.
 
     Args:
-        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch, compile and xla levels).
         dim: the dimensions to sum over, each from ``-input.dim()`` to ``input.dim() - 1``; None or ``()`` for all.
         keepdim: keep them, with size 1.
         dtype: the dtype to which `input`, of any dtype, is converted first, in a separate pass; None: no conversion.
@@ -90,8 +90,8 @@ def layer_norm(
     :func:`torch.nn.functional.layer_norm`.
 
     Args:
-        input: any shape that ends in `normalized_shape`, any strides; float16, bfloat16, float32 (float64 at the torch
-            and compile levels). The 16-bit dtypes are computed in float32.
+        input: any shape that ends in `normalized_shape`, any strides; float16, bfloat16, float32 (float64 at the torch,
+            compile and xla levels). The 16-bit dtypes are computed in float32.
         normalized_shape: the last dimensions, together one row; at least one.
         weight: of shape `normalized_shape`; of the input's dtype, or float32 beside 16 bits; or None for ones.
         bias: likewise, or None for zeros.
@@ -118,8 +118,8 @@ def rms_norm(
     """``x / √(mean x² + eps) · weight`` over the last dimensions, as :func:`torch.nn.functional.rms_norm`.
 
     Args:
-        input: any shape that ends in `normalized_shape`, any strides; float16, bfloat16, float32 (float64 at the torch
-            and compile levels). The 16-bit dtypes are computed in float32.
+        input: any shape that ends in `normalized_shape`, any strides; float16, bfloat16, float32 (float64 at the torch,
+            compile and xla levels). The 16-bit dtypes are computed in float32.
         normalized_shape: the last dimensions, together one row; at least one.
         weight: of shape `normalized_shape`; of the input's dtype, or float32 beside 16 bits; or None for ones.
         eps: added to the mean of squares; finite. A sum below zero gives NaN, as in PyTorch. None means the machine
@@ -149,7 +149,7 @@ def add_rms_norm(
     """A transformer's residual sum, and :func:`rms_norm` of it over the last dimension.
 
     Args:
-        input: ``(..., N)``, any strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        input: ``(..., N)``, any strides; float16, bfloat16, float32 (float64 at the torch, compile and xla levels).
         residual: of the same shape and dtype.
         weight: ``(N,)`` of the same dtype, or float32 beside 16 bits; or None for ones.
         eps: as for :func:`rms_norm`.
@@ -178,7 +178,7 @@ def bias_dropout_add_layer_norm(
     """``layer_norm(residual + dropout(input + bias))`` over the last dimension: the end of a post-norm block.
 
     Args:
-        input: ``(..., N)``, any strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        input: ``(..., N)``, any strides; float16, bfloat16, float32 (float64 at the torch, compile and xla levels).
         bias: ``(N,)`` of the same dtype, added to `input`.
         residual: of the shape and dtype of `input`.
         weight: ``(N,)`` of the same dtype, the norm's scale, or None for ones.

@@ -36,7 +36,7 @@ def attention(
 
     Args:
         query: ``(B, H, S_q, D)``, or with any other number of batch dimensions, or ``(S_q, D)``; float16, bfloat16,
-            float32 (float64 at the torch and compile levels); any strides.
+            float32 (float64 at the torch, compile and xla levels); any strides.
         key: ``(B, H_kv, S_k, D)``. The batch dimensions of all three broadcast. So do the heads without `enable_gqa`.
             If key and value are broadcast, their gradients are computed in the broadcast shapes and then summed.
         value: ``(B, H_kv, S_k, D_v)``.
@@ -126,8 +126,8 @@ def attention_varlen(
     """:func:`attention` within sequences of different lengths, packed one after the other without padding.
 
     Args:
-        query: ``(T_q, H, D)``, the queries of all sequences; float16, bfloat16, float32 (float64 at the torch and
-            compile levels); any strides.
+        query: ``(T_q, H, D)``, the queries of all sequences; float16, bfloat16, float32 (float64 at the torch, compile
+            and xla levels); any strides.
         key: ``(T_k, H_kv, D)``.
         value: ``(T_k, H_kv, D_v)``.
         cu_seqlens_q: ``(B + 1,)``, int32, dense, from 0 to T_q, never decreasing: sequence b has the queries
@@ -192,8 +192,8 @@ def attention_paged(
     Key j of sequence b is in page ``block_table[b, j // page_size]``, row ``j % page_size``.
 
     Args:
-        query: ``(B, H, L, D)``, L new tokens of each of B sequences; float16, bfloat16, float32 (float64 at the torch
-            and compile levels); any strides.
+        query: ``(B, H, L, D)``, L new tokens of each of B sequences; float16, bfloat16, float32 (float64 at the torch,
+            compile and xla levels); any strides.
         key_cache: ``(pages, page_size, H_kv, D)``; any strides. The keys of the new tokens are there already.
         value_cache: ``(pages, page_size, H_kv, D_v)``.
         block_table: ``(B, max_pages)``, int32: the pages of each sequence, in order. Entries past its keys are not

@@ -12,7 +12,7 @@ import kernel_ladder
 from bench.profile import counters
 from bench.rows import store
 from bench.rows.store import Row
-from bench.show import cards, predictions
+from bench.show import cards, log_index, predictions
 from kernel_ladder.inspection.heads import ladder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,6 +117,21 @@ def test_cards_show_counters_before_and_after_and_pass_the_check(tmp_path):
     assert "**Measured**: 68 µs, 3,948 GB/s, 0.99 of the ceiling, 2.94 × `cuda.naive`" in vectorized
     assert "**Verdict**: As predicted." in vectorized
     assert "**Measured**: not yet in the committed rows." in page[: page.index("## cuda.naive")]
+
+
+def test_the_index_has_every_rung_and_names_shapes_other_than_the_headline(tmp_path):
+    file = tmp_path / "gpu.jsonl"
+    store.replace(file, "")
+    elsewhere = _row("triton.fused", 20.0, shape="16384x1024 tanh")
+    refused = _row("compile.max_autotune", None, unsupported="out of memory")
+    lines = log_index.write(file, [NAIVE, VECTORIZED, elsewhere, refused]).splitlines()[2:]
+    of_gelu = lines[: sum(len(ladder("gelu", level)) for level in cards.CLIMBED)]
+    cells = {line.split("|")[2].strip(): [cell.strip() for cell in line.split("|")[3:5]] for line in of_gelu}
+    assert "| [gelu](docs/climb/gelu.md) 16384x4096 tanh | `compile.default` | no row yet |" in lines[0]
+    assert cells["`cuda.vectorized`"] == ["68 µs", "2.94"]
+    assert cells["`triton.fused`"] == ["20 µs (16384x1024 tanh)", ""]
+    assert cells["`compile.max_autotune`"] == ["not timed: see its card", ""]
+    assert len(lines) == sum(len(ladder(op, level)) for op in kernel_ladder.OPS for level in cards.CLIMBED)
 
 
 def test_cards_show_both_passes_and_name_another_gpu(tmp_path):
