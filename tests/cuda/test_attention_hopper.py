@@ -51,6 +51,7 @@ def operands(d: int = 64, d_v: int = 64, batch: tuple[int, ...] = (2,), layout: 
         (operands(layout="offset"), "those of `query` do not"),
         (operands(d=60), "multiples of 8, got 60 and 64"),
         (operands(d=136), "takes head dimensions up to 128, got 136"),
+        (operands(d=192, d_v=128), "takes head dimensions up to 128, got 192"),
         (operands(d_v=256), "takes head dimensions up to 128, got 256"),
         (operands(batch=()), "takes 4 dimensions"),
         ((*operands(), torch.ones(100, 100, dtype=torch.bool)), "no mask in memory"),
@@ -65,6 +66,11 @@ def test_what_a_step_does_not_take_is_said(inputs, reason):
 
 def _reason(*inputs: torch.Tensor) -> str | None:
     return attention.hopper_unsupported("persistent", 256)(*inputs)
+
+
+def test_persistent_takes_192_and_128(monkeypatch):
+    monkeypatch.setattr(attention, "_runs_hopper_steps", lambda device, dtype: True)
+    assert _reason(*operands(d=192, d_v=128)) is None
 
 
 def test_memory_that_does_not_begin_on_16_bytes_is_not_for_tma(monkeypatch):
@@ -218,6 +224,17 @@ def test_backward_at_the_edges_of_tiles(name, band, d, d_v, dtype):
     for seqlen_q, seqlen_k in [(1, 1), (127, 127), (128, 128), (129, 129), (255, 255), (1, 300), (300, 1), (129, 700)]:
         shapes = ((2, 6, seqlen_q, d), (2, 2, seqlen_k, d), (2, 2, seqlen_k, d_v))
         _backward_agrees(step(name), shapes, dtype, BANDS[band], "bshd")
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_both_passes_at_192_and_128(name, band, dtype):
+    """Head dimensions of query and value that differ. A rung that takes 128 at most refuses, and says so."""
+    for seqlen_q, seqlen_k, layout in [(129, 700, "bshd"), (700, 1100, "contiguous"), (1300, 600, "contiguous")]:
+        shapes = ((2, 6, seqlen_q, 192), (2, 2, seqlen_k, 192), (2, 2, seqlen_k, 128))
+        _backward_agrees(step(name), shapes, dtype, BANDS[band], layout)
 
 
 @needs_gpu
