@@ -57,7 +57,8 @@ def run_dry(ranks: int, out: Path, *options: str) -> tuple[str, list[ScalingRow]
         for rank in range(ranks)
     ]  # fmt: skip
     said = [process.communicate(timeout=300) for process in processes]
-    assert not any(process.returncode for process in processes), said
+    codes = [process.returncode for process in processes]
+    assert not any(codes), "\n".join([f"exit codes {codes}", *(errors[-3000:] for _, errors in said)])
     return said[0][0], read(out)
 
 
