@@ -11,6 +11,7 @@
 - ``{{ ceiling copy }}`` and ``{{ ceiling tensor }}`` become the highest rates that a copy, and a product in bfloat16,
   reached. ``{{ least copy N [N…] }}`` becomes the time that as many bytes as the numbers' product take at that rate, and
   ``{{ least tensor N [N…] }}`` that of as many operations.
+- ``{{ table failures }}`` becomes the known failures of compilers, ``{{ table dynamic }}`` what a new length costs.
 - ``{{ figure NAME }}`` becomes a figure of ``_build/figures``, drawn at this build, with its caption.
 
 A name that is not there ends the build with an error. With a question mark, as in ``{{ us? ... }}``, a marker of rows or
@@ -38,13 +39,14 @@ import figures
 from figures.rows import ROOT, ROWS, best_ceiling, rows  # finds the packages at the top of the repository
 
 from bench.rows.renamed import current  # isort: skip
-from bench.show import climb_counters  # isort: skip
+from bench.show import climb_counters, dynamic, markdown  # isort: skip
 from bench.show.table import microseconds  # isort: skip
+from kernel_ladder.inspection import failures  # isort: skip
 
 #: What stands for a time that no committed row has.
 UNMEASURED = "*not yet in the committed rows*"
 DIRECTIVE = re.compile(
-    r"\{\{ *(source|us\??|host\??|compile\??|share\??|ratio|counter\??|ceiling|least|figure) ([^}]*?) *\}\}"
+    r"\{\{ *(source|us\??|host\??|compile\??|share\??|ratio|counter\??|ceiling|least|table|figure) ([^}]*?) *\}\}"
 )
 FIGURE = re.compile(r'<svg data-figure="(\w+)"></svg>')
 PICTURE = re.compile(r"\]\((?:\.\./)+bench/results/pictures/([\w.-]+\.svg)\)")
@@ -77,7 +79,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         try:
             if kind == "source":
                 return _indented(source(*arguments), markdown[markdown.rfind("\n", 0, match.start()) + 1 : match.start()])
-            made = {"figure": figure, "ratio": ratio, "ceiling": ceiling, "least": least}.get(kind)
+            made = {"figure": figure, "table": table, "ratio": ratio, "ceiling": ceiling, "least": least}.get(kind)
             if made is not None:
                 return made(*arguments)
             return (counter if kind.startswith("counter") else measured)(kind, *arguments)
@@ -201,6 +203,19 @@ def least(name: str, *factors: str) -> str:
     which, unit, size = CEILINGS[name]
     a_second = best_ceiling(*which) / size * 1e12  # both units are of 10^12
     return microseconds(1e6 * math.prod(map(float, factors)) / a_second)
+
+
+def table(name: str) -> str:
+    """A table that is generated: from a list in the package, or from rows of a file of its own."""
+    return {"failures": _failures, "dynamic": _dynamic}[name]()
+
+
+def _failures() -> str:
+    return markdown.grid(["cause", "way out"], [[known.cause, known.remedy] for known in failures.KNOWN], [False, False])
+
+
+def _dynamic() -> str:
+    return dynamic.write({ROWS: ()}) or f"*No rows yet: `{dynamic.COMMAND}` writes them.*"
 
 
 @functools.cache

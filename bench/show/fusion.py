@@ -40,7 +40,12 @@ CHAINS = (
 PICTURE = "fusion"
 NAIVE = "torch.naive"
 #: What a compiler is called, and its rung; of torch.compile both the formula and what a user writes.
-COMPILERS = {"compile.formula": "torch.compile of the formula", "compile.default": "torch.compile", "xla.jit": "XLA"}
+COMPILERS = {
+    "compile.formula": "torch.compile of the formula",
+    "compile.default": "torch.compile",
+    "xla.jit": "XLA",
+    "xla.fused": "XLA by JAX's fused function",
+}
 COLUMNS = ("× naive", "kernels", "DRAM bytes / least")
 #: A compiler within this factor of the best kernel by hand equals it.
 EQUAL = 1.05

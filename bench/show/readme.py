@@ -16,6 +16,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``index``: every rung, what it brought, and the page about it
 - ``ladder OP``: the picture of an operation's ladder
 - ``fusion``, ``fusion picture``: of each chain what compilers and kernels by hand make, and the picture of all
+- ``compiler claims``: what is said of compilers, and whether the rows agree
 - ``memory``: attention's memory and time against the length
 - ``dynamic``: what a new length costs, by every way to compile a function
 - ``patched``: what a patch makes of whole models
@@ -55,6 +56,7 @@ from bench.show import (
     predictions,
     regret,
     scaling,
+    verdicts,
 )
 from bench.show.headline import headline
 from bench.show.roofline import intensity
@@ -127,6 +129,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         "matmul model": matmul_model.write,
         "index": log_index.write,
         "fusion": fusion.write,
+        verdicts.BLOCK: verdicts.write,
         "fusion picture": lambda path, found: _fusion(path, found, folder),
         "memory": lambda path, found: _memory(path, found, folder),
         "roofline": lambda path, found: _roofline("", path, found, folder),
