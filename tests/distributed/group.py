@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import socket
 import time
@@ -19,6 +20,10 @@ import torch.multiprocessing as mp
 
 #: A collective call that some rank never reaches fails after so many seconds.
 TIMEOUT = timedelta(seconds=120)
+
+#: What one process imports, of which those of groups of CPUs are forks. Imports else take each as long as its checks.
+#: Where these modules cannot be found it imports nothing, and each process does so itself.
+PRELOADED = "tests.distributed.preloaded"
 
 
 class Check(NamedTuple):
@@ -72,8 +77,11 @@ def run(world_size: int, folder: Path, checks: list[Check], device: str = "cpu")
     try:
         # Groups of CPUs see no GPU, everywhere.
         hidden = mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="") if device == "cpu" else contextlib.nullcontext()
-        with hidden:
-            mp.spawn(_work, (world_size, _free_port(), str(folder), checks, device), nprocs=world_size)
+        arguments = world_size, _free_port(), str(folder), checks, device
+        multiprocessing.set_forkserver_preload([PRELOADED])
+        with hidden:  # a process that has seen a GPU cannot be forked
+            method = "forkserver" if device == "cpu" else "spawn"
+            mp.start_processes(_work, arguments, nprocs=world_size, start_method=method)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         said = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
         raise AssertionError("\n".join(each for each in said if "Traceback" in each) or str(error)) from None
