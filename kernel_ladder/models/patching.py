@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kernel_ladder import table
-from kernel_ladder.errors import BackendError
+from kernel_ladder.errors import BackendError, UnavailableError
 from kernel_ladder.models import attention, loss, rotary
 from kernel_ladder.models.kinds import KINDS, Patched, of_class, subclass
 from kernel_ladder.models.report import Entry, Report
@@ -117,7 +117,10 @@ def _patch_loss(model: Any, backend: str, found: Report, undo: dict[str, Any]) -
         return
     kind = type(model).__name__
     if reason is None:
-        reason = _without_backend(loss.CausalLoss.OPS, backend)
+        try:
+            reason = _without_backend(loss.CausalLoss.OPS, backend)
+        except UnavailableError as error:  # a level that runs here and has no rung of this operation
+            reason = str(error)
     if reason is None:
         _become(model, loss.loss_class(type(model)), backend, undo)
         found.replaced.append(Entry("", kind, loss.CausalLoss.BY))

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from kernel_ladder import models
+from kernel_ladder.errors import UnavailableError
 from kernel_ladder.models import loss as loss_module
+from kernel_ladder.models import patching
 
 from ..conftest import DEVICE, skip_unless_available
 
@@ -155,6 +157,23 @@ def test_inside_compile():
     models.patch(patched, backend="torch", report=False)
     compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(results(compiled, given, use_cache=False), results(plain, given, use_cache=False))
+
+
+def test_a_level_without_the_operation_leaves_the_loss(monkeypatch):
+    """As the cuda level does, whose other operations replace the model's."""
+    check = patching.check_backend
+
+    def without(ops, backend):
+        if ops == loss_module.CausalLoss.OPS:
+            raise UnavailableError("linear_cross_entropy: no rung")
+        check(ops, backend)
+
+    monkeypatch.setattr(patching, "check_backend", without)
+    model = made("llama")
+    report = models.patch(model, backend="torch", report=False)
+    assert ("", "LlamaForCausalLM", "loss: linear_cross_entropy: no rung") in report.left
+    assert report.replaced
+    assert model(**labelled("llama")).logits is not None
 
 
 def test_a_loss_of_the_users_own_stays():
