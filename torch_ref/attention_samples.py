@@ -51,6 +51,7 @@ def cases() -> list[Case]:
         case("tile+1", 1, 1, 1, 129, 129, 64, causal=True),
         case("prime", 1, 2, 2, 101, 83, 17, causal=True),
         case("prime", 1, 2, 2, 83, 101, 17, causal=True),
+        case("odd", 1, 2, 2, 23, 33, 17, d_v=33, layout="bshd"),
         case("long-keys", 1, 1, 1, 5, 301, 16),
         case("long-queries", 1, 1, 1, 301, 5, 16, causal=True),
         # Head dimensions; those of value differ from those of query and key.

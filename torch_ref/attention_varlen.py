@@ -264,6 +264,7 @@ def _cases() -> list[Case]:
         case("window", [0, 67, 90], [0, 67, 113], 2, 2, 8, True, window_size=(20, -1)),
         case("lse", [0, 20, 50], [0, 7, 40], 2, 1, 8, True, return_lse=True),
         case("lse-no-keys", [0, 3, 9], [0, 0, 17], 2, 2, 8, return_lse=True),
+        case("odd", [0, 17, 40], [0, 20, 33], 2, 2, 17, d_v=33),
         case("strided", [0, 17, 40], [0, 20, 33], 2, 2, 16, layout="strided"),
         case("sliced", [0, 17, 40], [0, 20, 33], 2, 2, 64, True, layout="sliced"),
         # Window sizes up to 32 bits and beyond 64 bits.

@@ -348,7 +348,8 @@ __device__ inline void store_of_warp(float* results, float* stats, const Squares
     }
 }
 
-/// Stores squares to `out`, each row multiplied by factor(m, h).
+/// Stores squares to `out`, each row multiplied by factor(m, h). Pairs of columns are stored together in rows that begin on
+/// 4 bytes: with an odd head dimension, those of every second head may not.
 template <typename T, int M, int N, typename Factor>
 __device__ void store_squares(const Squares<M, N>& c, T* out, int64_t row_stride, int rows_left, int columns_left,
                               Factor factor) {
@@ -360,11 +361,12 @@ __device__ void store_squares(const Squares<M, N>& c, T* out, int64_t row_stride
             if (row >= rows_left) continue;
             const float f = factor(m, h);
             T* p = out + row * row_stride;
+            const bool pairs = reinterpret_cast<uintptr_t>(p) % sizeof(uint32_t) == 0;
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 const int column = lane_column(n);
                 const float x0 = c.x[m][n][2 * h] * f, x1 = c.x[m][n][2 * h + 1] * f;
-                if (column + 1 < columns_left && row_stride % 2 == 0) {
+                if (column + 1 < columns_left && pairs) {
                     *reinterpret_cast<uint32_t*>(p + column) = pack(x0, x1, T{});
                 } else {
                     if (column < columns_left) p[column] = from_float<T>(x0);

@@ -15,7 +15,7 @@ from kernel_ladder.testing.samples import make_inputs
 
 from ..conftest import DEVICE, needs_gpu, skip_unless_it_runs
 
-#: What the allocator may round up.
+#: Small tensors beside those that are stated, such as counters.
 SLACK_BYTES = 2**16
 #: Rows of a tile of queries in csrc/attention/hopper_backward.cuh.
 TILE = 64
@@ -83,10 +83,11 @@ def test_the_backward_holds_gradients_and_its_workspace(variant, d):
     needs = (True,) * 3 + (False,) * (len(inputs) - 3)
     variant.backward(saved, grad, needs)  # compiles, and fills caches
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     gradients = variant.backward(saved, grad, needs)
-    held = torch.cuda.max_memory_allocated() - before
+    # What was asked for: the allocator may give a cached block that is up to a MiB larger.
+    held = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     results = sum(x.nbytes for x in gradients if x is not None)
     allowed = workspace(variant, d)
     assert held <= results + allowed + SLACK_BYTES
