@@ -46,7 +46,7 @@ def patched(model: torch.nn.Module, by: str) -> None:
 
 def _results(model: Any, given: dict[str, torch.Tensor], call: Callable[..., Any] | None = None) -> list[torch.Tensor]:
     """Logits in evaluation; then loss and gradients in training."""
-    call = call or model
+    call = model if call is None else call  # a compiled model may have no truth value
     unlabelled = {name: x for name, x in given.items() if name != "labels"}
     with torch.no_grad():
         logits = call(**unlabelled).logits

@@ -16,9 +16,10 @@ HEADER = ["way", "forward", "training step", "peak memory", "decoding, tokens/s"
 
 
 def write(machines: Mapping[Path, object]) -> str:
-    """A table for each model, from the files of rows in the folder `patched` beside those of the machines."""
+    """A table for each model, from every machine's rows in the folder `patched` beside those of the machines."""
+    folders = dict.fromkeys(path.parent / FOLDER for path in machines)
     parts = []
-    for file in dict.fromkeys(path.parent / FOLDER / path.name for path in machines):
+    for file in (file for folder in folders for file in sorted(folder.glob("*.jsonl"))):
         found = sorted(read(file), key=lambda row: row.model)
         for _, members in groupby(found, lambda row: row.model):
             rows = list(members)

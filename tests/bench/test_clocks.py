@@ -184,14 +184,17 @@ def test_the_sampler_reads_plausible_numbers():
     x = torch.randn(4096, 4096, device=DEVICE).bfloat16()
     with timing.side_stream(DEVICE):
         launches = {name: timing.prepare(lambda i: x @ x, 1, DEVICE) for name in "ab"}
-        timing.settle(list(launches.values()), cap_s=2.0)
-        with clocks.watch(DEVICE) as watch:
-            timing.interleave(launches, budget_s=0.2, observe=watch.ran)
-    state = watch.state()
-    assert 100 <= state.clock_mhz <= 4000
-    assert 20 <= state.power_w <= 2000
-    assert 10 <= state.temperature_c <= 110
-    assert TRIES > 1 or not any(watch.moved().values())
+        for _ in range(3):  # the GPU may lower its clock meanwhile, by its power or its temperature
+            timing.settle(list(launches.values()), cap_s=2.0)
+            with clocks.watch(DEVICE) as watch:
+                timing.interleave(launches, budget_s=0.2, observe=watch.ran)
+            state = watch.state()
+            assert 100 <= state.clock_mhz <= 4000
+            assert 20 <= state.power_w <= 2000
+            assert 10 <= state.temperature_c <= 110
+            if not any(watch.moved().values()):
+                return
+    assert TRIES > 1, "two launches of one product have clocks that differ from their neighbours', thrice"
 
 
 @alone

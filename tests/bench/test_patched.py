@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 
 import pytest
@@ -44,6 +45,15 @@ def test_every_model_is_made_and_patched(family):
     model = subject.make(True, torch.float32, torch.device("cpu"))
     assert measure.wrong(subject, model, "torch", False, True) is None
     assert not any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in model.modules())
+
+
+def test_a_compiled_way(monkeypatch):
+    """By a compiler that generates no code: what it compiles is tested elsewhere."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    subject = SUBJECTS["llama"]
+    (row,) = measure.measure(subject, "torch", True, [rows.STEP], True)
+    assert (row.wrong, row.unsupported, row.compiled) == (None, None, True)
+    assert row.us > 0
 
 
 def test_a_wrong_patch_has_no_time(monkeypatch):
