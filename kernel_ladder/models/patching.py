@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -194,31 +196,62 @@ def _without_backend(ops: tuple[str, ...], backend: str) -> str | None:
 
 
 def _differs(kind: type[Patched], module: Any) -> str | None:
-    """Why a kind's forward pass is not the module's, or None: both on a small input, in the module's dtype."""
+    """Why a kind's forward pass is not the module's, or None: both on a small input.
+
+    First in the module's dtype, whose result must have the same dtype. A tolerance of 16 bits cannot tell functions as
+    near as SiLU and GELU, so such modules are compared in float32 as well.
+    """
     shape, like = kind.probe(module)
     device, dtype = ("cpu", torch.float32) if like is None else (like.device, like.dtype)
     if torch.device(device).type == "meta":
         return "has no weights yet (meta device), so its numbers cannot be compared"
-    cls, modes = type(module), [(m, m.training) for m in module.modules()]
     x = torch.linspace(-2, 2, 3 * shape[-1]).sin().view(shape).mul(2).to(device, dtype)
+    modes = [(m, m.training) for m in module.modules()]
     try:
         module.eval()
+        why = _compare(kind, module, x)
+        if why is None and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps:
+            with _in_float32(module):
+                why = _compare(kind, module, x.float())
+    except Exception as error:
+        why = f"could not be tried on a small input: {type(error).__name__}: {error}"
+    finally:
+        for part, mode in modes:
+            part.training = mode
+    return why
+
+
+def _compare(kind: type[Patched], module: Any, x: torch.Tensor) -> str | None:
+    """Why the two forward passes differ on `x`, or None."""
+    cls = type(module)
+    try:
         with torch.no_grad():
             expected = cls.forward(module, x)
             module.__class__, module.__dict__["_backend"] = _class_of(kind, cls), "torch"
             found = module.forward(x)
-    except Exception as error:
-        return f"could not be tried on a small input: {type(error).__name__}: {error}"
     finally:
         module.__class__ = cls
         module.__dict__.pop("_backend", None)
-        for part, mode in modes:
-            part.training = mode
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return kind.ELSE
     scale = expected.double().abs().max().item()
-    close = (found.double() - expected.double()).abs().max().item() <= 16 * torch.finfo(dtype).eps * max(scale, 1e-30)
-    return None if close or scale == 0 else kind.ELSE
+    if scale == 0:
+        return "returns zeros on a small input, so its numbers cannot be compared"
+    close = (found.double() - expected.double()).abs().max().item() <= 16 * torch.finfo(x.dtype).eps * scale
+    return None if close else kind.ELSE
+
+
+@contextlib.contextmanager
+def _in_float32(module: torch.nn.Module) -> Iterator[None]:
+    """Parameters and buffers of 16 bits have float32 for a while. The tensors that hold them stay."""
+    held = [(t, t.data) for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    try:
+        for tensor, data in held:
+            tensor.data = data.float()
+        yield
+    finally:
+        for tensor, data in held:
+            tensor.data = data
 
 
 # ---- attention of Hugging Face's models -----------------------------------------------------------------------------

@@ -220,6 +220,27 @@ def encoder(dropout: float = 0.0) -> torch.nn.Module:
     return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
+def test_a_block_that_returns_zeros_is_not_taken_for_another():
+    """Zeros are what a gate of GELU gives as well as one of SiLU, if the last product has no weights yet."""
+    model = families.make("gemma")
+    torch.nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)
+    report = models.patch(model, backend="torch", report=False)
+    assert "returns zeros on a small input" in next(e.why for e in report.left if e.kind == "GemmaMLP")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_what_is_replaced_does_not_depend_on_the_dtype(family, dtype):
+    """In 16 bits SiLU and GELU are within a rounding of each other on small inputs, yet a model trained with either."""
+    wide, narrow = families.make(family, DEVICE), families.make(family, DEVICE).to(dtype)
+    weights = [p.clone() for p in narrow.parameters()]
+    expected, found = (models.patch(model, backend="torch", report=False) for model in (wide, narrow))
+    assert found.replaced == expected.replaced
+    assert found.left == expected.left
+    assert all(torch.equal(*pair) for pair in zip(weights, narrow.parameters(), strict=True))
+    assert all(p.dtype == dtype for p in narrow.parameters())
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("level", ["torch", "triton", "cuda"])
 def test_an_encoder_of_torch_nn(level, training):
