@@ -40,13 +40,13 @@ def compile_stages(canvas: Canvas) -> str:
     canvas.arrow((37, 46), (40.5, 46), HBM, 1.8)
     canvas.arrow((54.5, 46), (58, 46), HBM, 1.8)
     return (
-        f"Above: who makes what of a compiled function. Below: the {len(chain)} operators of gelu's formula become one kernel. "
-        "Code that Dynamo cannot trace breaks the graph: Python runs it, nothing is fused across it, and what stands between "
-        "goes through memory."
+        f"Above: who makes what of a compiled function. Below: the {len(chain)} operators of gelu's formula become "
+        "one kernel. Code that Dynamo cannot trace breaks the graph: Python runs it, nothing is fused across it, "
+        "and what stands between goes through memory."
     )
 
 
-#: XLA's instructions for gelu in its tanh form, constants apart: opcode, and the numbers of its operands; -1 is the input.
+#: XLA's instructions for gelu (tanh) without constants: opcode, and the numbers of its operands; -1 is the input.
 INSTRUCTIONS = (
     ("convert", (-1,)),
     ("multiply", (0, 0)),
@@ -94,6 +94,7 @@ def hlo_fusion(canvas: Canvas) -> str:
             if not fused or i == len(INSTRUCTIONS) - 1:
                 canvas.arrow((x + 10, y + 4.5), (x + 10, y + 7.9), HBM, 1.3)
     return (
-        "gelu (tanh) in bfloat16 as JAX lowers it, constants left out. Orange: tensors read from and written to memory. In a "
-        "fusion every value between stays in a register, and the instructions are one loop in one kernel."
+        "gelu (tanh) in bfloat16 as JAX lowers it, constants left out. Orange: tensors read from and written to "
+        "memory. In a fusion every value between stays in a register, and the instructions are one loop in one "
+        "kernel."
     )

@@ -19,10 +19,11 @@ SLOW, FAST = "torch.naive", "cuda.vectorized"
 
 def row(op: str, rung: str, shape: str) -> dict[str, Any]:
     """The row of a rung, forward in bfloat16."""
+    wanted = (op, rung, shape, "forward", "bfloat16")
     for each in rows():
-        if (each["op"], each["backend"], each["shape"], each["pass"]) == (op, rung, shape, "forward"):
-            if each["dtype"] == "bfloat16" and each["host_us"]:
-                return each
+        mine = tuple(each[key] for key in ("op", "backend", "shape", "pass", "dtype"))
+        if mine == wanted and each["host_us"]:
+            return each
     raise LookupError(f"no row of {op} {rung} {shape!r} with host_us")
 
 
@@ -76,9 +77,9 @@ def launch_timelines(canvas: Canvas) -> str:
     canvas.text(left + slow["host_us"] * scale + 1, 8.2, f"all launched after {slow['host_us']:.0f} µs", size=9)
     canvas.text(left + fast["host_us"] * scale * zoom + 1, 35.2, f"launched after {fast['host_us']:.0f} µs", size=9)
     return (
-        f"gelu of 16384 × 4096 in bfloat16 on an {gpu()}. Arrows are transfers between HBM (orange) and the chip. The host "
-        f"queues kernels and goes on; the GPU runs them one after the other. A kernel of the formula is drawn as long as its "
-        "share of the bytes."
+        f"gelu of 16384 × 4096 in bfloat16 on an {gpu()}. Arrows are transfers between HBM (orange) and the chip. "
+        "The host queues kernels and goes on; the GPU runs them one after the other. A kernel of the formula is "
+        "drawn as long as its share of the bytes."
     )
 
 
@@ -100,7 +101,9 @@ def four_clocks(canvas: Canvas) -> str:
     canvas.arrow((host, 7), (start, 13), INK, 1)
     canvas.arrow((end, 13), (end + after, 7), INK, 1)
     for x in (left, host, start, end, end + after):
-        canvas.axes.plot([x, x], [7 if x in (left, host, end + after) else 18, 47], color=INK, linewidth=0.5, linestyle=":")
+        canvas.axes.plot(
+            [x, x], [7 if x in (left, host, end + after) else 18, 47], color=INK, linewidth=0.5, linestyle=":"
+        )
     spans = (
         ("host", left, host, f"{call['host_us']:.0f} µs: a clock without synchronize()", "right", REGISTERS),
         ("launch", host, start, "queued, not yet running", "right", TENSOR),
@@ -116,7 +119,8 @@ def four_clocks(canvas: Canvas) -> str:
         else:
             canvas.text((a + b) / 2, y - 1, text, size=9.5, ha="center")
     return (
-        f"Four clocks for one call of softmax, `triton.fused` at 16384 × 4096 on an {gpu()}; host and GPU time are to scale. "
-        f"Empty kernels start every {empty['stream']:.1f} µs in a stream and every {empty['CUDA graph']:.1f} µs in a CUDA graph: "
-        "a graph removes the host's part from the clock of a short kernel."
+        f"Four clocks for one call of softmax, `triton.fused` at 16384 × 4096 on an {gpu()}; host and GPU time are "
+        f"to scale. Empty kernels start every {empty['stream']:.1f} µs in a stream and every "
+        f"{empty['CUDA graph']:.1f} µs in a CUDA graph: a graph removes the host's part from the clock of a short "
+        "kernel."
     )

@@ -18,7 +18,7 @@ figures = importlib.util.module_from_spec(SPEC)
 sys.modules["figures"] = figures  # its modules import each other by this name
 SPEC.loader.exec_module(figures)
 
-from figures import addresses, compilers, launches, schedules, softmax, threads  # noqa: E402
+from figures import addresses, compilers, launches, processor, schedules, softmax, threads  # noqa: E402
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
@@ -111,6 +111,32 @@ def test_instructions_of_hlo_are_those_that_jax_lowers():
 
 def test_a_block_of_triton_is_what_its_threads_hold():
     assert threads.program_block() == threads.WARPS * addresses.LANES * threads.ELEMENTS
+
+
+def test_threads_of_a_grid_cover_each_element_once():
+    found = [threads.place(i) for i in range(threads.LENGTH)]
+    assert len(set(found)) == threads.LENGTH
+    for i, (block, thread, warp, lane) in enumerate(found):
+        assert i == block * threads.BLOCK_THREADS + thread
+        assert thread == warp * addresses.LANES + lane
+
+
+@pytest.mark.parametrize("lanes", [2, 8, 32])
+def test_every_lane_has_the_sum_after_its_shuffles(lanes):
+    values = [float(3 * i + 1) for i in range(lanes)]
+    steps = threads.shuffled(values)
+    assert len(steps) == lanes.bit_length()
+    assert steps[-1] == [sum(values)] * lanes
+
+
+def test_bytes_that_an_sm_needs_are_those_of_the_primer():
+    (said,) = re.findall(r"an SM needs (\d+) KB \(H100\)", (ROOT / "docs" / "primer.md").read_text())
+    assert processor.kib_needed() == pytest.approx(float(said), rel=0.1)
+
+
+@pytest.mark.parametrize(("rows", "columns", "flop"), [(1, 1, 0.5), (32, 32, 16), (128, 128, 64)])
+def test_flop_for_each_byte_of_a_tile(rows, columns, flop):
+    assert processor.intensity(rows, columns) == flop
 
 
 def test_pages_name_figures_that_exist():
