@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from figures import addresses, machine, schedules, softmax, traffic
+from figures import addresses, compilers, launches, machine, processor, schedules, softmax, threads, traffic
 from figures.canvas import Canvas, as_svg
 
 FIGURES: dict[str, Callable[[Canvas], str]] = {
@@ -26,6 +26,17 @@ FIGURES: dict[str, Callable[[Canvas], str]] = {
     "fusion_bytes": traffic.fusion_bytes,
     "attention_memory": traffic.attention_memory,
     "online_softmax": softmax.online_softmax,
+    "launch_timelines": launches.launch_timelines,
+    "four_clocks": launches.four_clocks,
+    "compile_stages": compilers.compile_stages,
+    "hlo_fusion": compilers.hlo_fusion,
+    "threads_or_block": threads.threads_or_block,
+    "grid": threads.grid,
+    "reduction": threads.reduction,
+    "streaming_multiprocessor": processor.streaming_multiprocessor,
+    "bytes_in_flight": processor.bytes_in_flight,
+    "occupancy": processor.occupancy,
+    "tile_reuse": processor.tile_reuse,
 }
 
 

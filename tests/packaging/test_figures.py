@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from kernel_ladder import table
+
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("figures", ROOT / "_build" / "figures" / "__init__.py")
 figures = importlib.util.module_from_spec(SPEC)
 sys.modules["figures"] = figures  # its modules import each other by this name
 SPEC.loader.exec_module(figures)
 
-from figures import addresses, schedules, softmax  # noqa: E402
+from figures import addresses, compilers, launches, processor, schedules, softmax, threads  # noqa: E402
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
@@ -78,6 +80,63 @@ def test_more_stages_are_never_slower_and_stop_helping():
     ends = [schedules.pipelined(12, stages)[-1][1] for stages in range(1, 7)]
     assert ends == sorted(ends, reverse=True)
     assert ends[0] > ends[3] == ends[4] == ends[5]
+
+
+def test_operators_of_gelus_formula_move_what_lesson_1_says():
+    chain = launches.operators()
+    conversions = [name for name, *_ in chain if name == "convert"]
+    assert (len(chain), len(conversions)) == (12, 2)
+    assert sum(reads + writes for name, reads, writes in chain if name != "convert") == 23 * 2  # float32 is twice T
+
+
+def test_instructions_of_hlo_use_those_before_them():
+    for i, (opcode, operands) in enumerate(compilers.INSTRUCTIONS):
+        assert all(operand < i for operand in operands), opcode
+    used = {operand for _, operands in compilers.INSTRUCTIONS for operand in operands}
+    assert used == {-1, *range(len(compilers.INSTRUCTIONS) - 1)}, "only the last instruction is the result"
+
+
+@pytest.mark.skipif(table.unavailable("gelu", "xla") is not None, reason="JAX is not installed")
+def test_instructions_of_hlo_are_those_that_jax_lowers():
+    import jax
+
+    from xla_impl.gelu import formula
+
+    x = jax.ShapeDtypeStruct((4, 8), jax.numpy.bfloat16)
+    text = jax.jit(lambda x: formula(jax, x, approximate="tanh")).lower(x).as_text()
+    opcodes = re.findall(r"= stablehlo\.(\w+)", text)
+    found = [opcode for opcode in opcodes if opcode not in ("constant", "broadcast_in_dim")]
+    assert sorted(found) == sorted(opcode for opcode, _ in compilers.INSTRUCTIONS)
+
+
+def test_a_block_of_triton_is_what_its_threads_hold():
+    assert threads.program_block() == threads.WARPS * addresses.LANES * threads.ELEMENTS
+
+
+def test_threads_of_a_grid_cover_each_element_once():
+    found = [threads.place(i) for i in range(threads.LENGTH)]
+    assert len(set(found)) == threads.LENGTH
+    for i, (block, thread, warp, lane) in enumerate(found):
+        assert i == block * threads.BLOCK_THREADS + thread
+        assert thread == warp * addresses.LANES + lane
+
+
+@pytest.mark.parametrize("lanes", [2, 8, 32])
+def test_every_lane_has_the_sum_after_its_shuffles(lanes):
+    values = [float(3 * i + 1) for i in range(lanes)]
+    steps = threads.shuffled(values)
+    assert len(steps) == lanes.bit_length()
+    assert steps[-1] == [sum(values)] * lanes
+
+
+def test_bytes_that_an_sm_needs_are_those_of_the_primer():
+    (said,) = re.findall(r"an SM needs (\d+) KB \(H100\)", (ROOT / "docs" / "primer.md").read_text())
+    assert processor.kib_needed() == pytest.approx(float(said), rel=0.1)
+
+
+@pytest.mark.parametrize(("rows", "columns", "flop"), [(1, 1, 0.5), (32, 32, 16), (128, 128, 64)])
+def test_flop_for_each_byte_of_a_tile(rows, columns, flop):
+    assert processor.intensity(rows, columns) == flop
 
 
 def test_pages_name_figures_that_exist():
