@@ -5,8 +5,7 @@ PyTorch has no public function of it, so a user would write the formula.
 
 from typing import Any
 
-from compile_impl import ROUNDED, compiled
-from kernel_ladder.table import register
+from compile_impl import ROUNDED, register
 from torch_ref.attention_paged import naive
 
 
@@ -16,6 +15,4 @@ def unsupported(*inputs: Any, **options: Any) -> str | None:
     return None
 
 
-register(
-    "attention_paged", "compile.default", forward=compiled(naive, options=ROUNDED), unsupported=unsupported
-)  # fmt: skip
+register("attention_paged", naive, unsupported=unsupported, settings={"options": ROUNDED})

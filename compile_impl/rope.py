@@ -1,7 +1,6 @@
 """Rotary position embedding compiled: Inductor fuses the naive formula's kernels into one a pass."""
 
-from compile_impl import compiled
-from kernel_ladder.table import register
+from compile_impl import register
 from torch_ref.rope import naive
 
-register("rope", "compile.default", forward=compiled(naive))
+register("rope", naive)

@@ -2,6 +2,10 @@
 
 On a GPU kernels are lowered by Pallas' Triton backend, whose blocks have powers of two as sizes. On a CPU Pallas'
 interpreter runs the same kernels, one program after the other.
+
+Why not Mosaic GPU, Pallas' backend for Hopper: it lowers none of these kernels (JAX 0.10.2). It has no rule for masked
+loads or ``dot_general``, and copies multiples of 128 bytes alone. There a product is a ``wgmma`` on swizzled shared
+memory, as in ``csrc/sm90``. That would be other kernels, which no GPU before Hopper could run.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kernel_ladder
-from bench.measure import environment
+from bench.measure import environment, sets
 from bench.profile import counters
 from bench.rows import store
 from bench.rows.store import CEILING, Row
@@ -21,14 +21,12 @@ from bench.select import build, points
 from bench.select.build import Part, Regret
 from kernel_ladder.selection import tables
 
-#: Folders of committed rows that no table is made from: sweeps that others replaced, and rows that are no sweep's.
-LEFT_OUT = ("archive", "dynamic", "scaling")
-
 
 def default_files() -> list[Path]:
-    """The committed rows of every set."""
-    found = sorted(environment.PUBLISHED.rglob("*.jsonl"))
-    return [f for f in found if not f.name.endswith(counters.SUFFIX) and f.parent.name not in LEFT_OUT]
+    """The committed rows of every set. Other folders have sweeps that others replaced, and rows that are no sweep's."""
+    folders = [environment.PUBLISHED, *(environment.PUBLISHED / name for name in sets.SETS)]
+    found = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
+    return [path for path in found if not path.name.endswith(counters.SUFFIX)]
 
 
 def by_gpu(files: Sequence[Path]) -> dict[str, list[Row]]:

@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import cuda_impl
 import kernel_ladder
+from compile_impl.inspect import _bytes_by_kernel
 from kernel_ladder import table
 from kernel_ladder.errors import InspectError
 from kernel_ladder.inspection import architecture, cubin
@@ -157,8 +159,38 @@ def test_compile_shows_its_kernels(variant, pass_, gpu_memory):
 
 
 def test_compile_fuses_the_formula_of_gelu_into_one_kernel():
-    assert looked_into("gelu", "compile.default").kernel_count == 1
+    found = looked_into("gelu", "compile.default")
+    assert found.kernel_count == 1
+    # It reads and writes each element once, which is the least.
+    bytes_by_inductor = re.compile(r"bytes by Inductor's count: (\S+); the least is \1$")
+    (size,) = (match[1] for note in found.notes if (match := bytes_by_inductor.match(note)))
+    assert found.kernels[0].note.endswith(f", {size} bytes")
     assert len(looked_into("gelu", "torch.naive").operators) > 1
+
+
+def test_bytes_are_of_the_kernel_that_writes_the_buffer():
+    """In Inductor's module a kernel is called with its buffers, one of a library with its result or assigned to it."""
+    body = """
+    buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+    triton_poi_fused_0.run(arg0_1, buf0, 4096, stream=stream0)
+    extern_kernels.mm(buf0, arg1_1, out=buf1)
+    buf2 = buf1; del buf1  # reuse
+    triton_poi_fused_1.run(buf2, 4096, stream=stream0)
+    triton_poi_fused_0.run(arg2_1, buf3, 4096, stream=stream0)
+    buf4 = torch.ops.aten.sort.default(buf3)
+    """
+
+    def node(*buffers: str) -> SimpleNamespace:
+        return SimpleNamespace(get_buffer_names=lambda: buffers)
+
+    written = [(("buf0",), 8), (("buf1",), 16), (("inside", "buf2"), 32), (("buf3",), 64), (("buf4",), 128)]
+    nodes = [(node(*buffers), size) for buffers, size in written]
+    assert _bytes_by_kernel(nodes, body, ["triton_poi_fused_0", "triton_poi_fused_1"]) == {
+        "triton_poi_fused_0": 8 + 64,
+        "mm": 16,
+        "triton_poi_fused_1": 32,
+        "sort.default": 128,
+    }
 
 
 #: Operations whose kernels are those of others, which take tens of seconds; test_aot.py compiles their own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from kernel_ladder import table
 from kernel_ladder.errors import InspectError
 from kernel_ladder.inspection.inspect import Request, inspect
+from kernel_ladder.testing.samples import make_inputs
+from xla_impl import bridge
 from xla_impl.inspect import instructions
+from xla_impl.rung import PROGRAMS
 
 from ..conftest import DEVICE, typical_case
 
@@ -71,3 +75,19 @@ def test_a_program_is_lowered_for_a_tpu_and_said_not_to_have_run():
 def test_a_kernel_for_triton_has_no_lowering_for_a_tpu():
     with pytest.raises(InspectError, match="`tpu`: this program cannot be lowered for a TPU"):
         looked_into("softmax", "xla.pallas", "forward", "tpu")
+
+
+@pytest.mark.parametrize("op", ["softmax", "matmul", "attention"])
+def test_pallas_kernels_are_lowered_by_triton_on_a_gpu(op):
+    """The head of ``xla_impl/pallas.py`` says why not by Mosaic GPU. This needs no GPU: JAX lowers ahead of time."""
+    (variant,) = table.named(op, "xla.pallas")
+    target, case = "__gpu$xla.gpu.triton", typical_case(op, 20_000)
+    inputs = make_inputs(case, torch.bfloat16, torch.device("cpu"))
+    programs = PROGRAMS[op, variant.name]
+    static, traced = programs.split(dict(case.options), inputs[0])
+    export = importlib.import_module("jax.export")
+    allowed = [export.DisabledSafetyCheck.custom_call(target)]
+    exported = export.export(programs.forward(static), platforms=["cuda"], disabled_checks=allowed)
+    module = exported(*map(bridge.to_jax, inputs), traced).mlir_module()
+    assert target in module
+    assert "mosaic" not in module

@@ -2,7 +2,8 @@
 
 Idea      Tiles of our own: one program per tile of the output, sums in float32 registers, a loop over K.
 Predicts  Each operand is read once per tile of the other's dimension: M·N·K · (1/BLOCK_M + 1/BLOCK_N) elements.
-Limit now One fixed tile size, no order of programs for L2, no tensor memory accelerator, no warp specialization.
+Limit now One fixed tile size, no order of programs for L2, no TMA, no warp specialization. Those need Mosaic GPU, which
+          does not lower this kernel: it has no rule for `dot_general` (JAX 0.10.2).
 Next      triton `tiled` and the rungs after it.
 """
 
