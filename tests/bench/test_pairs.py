@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from rich.console import Console
 from bench import pairs
 
 from ..conftest import DEVICE
+from ..processes import run_python
 
 ROWS = 4
 
@@ -60,7 +59,7 @@ def test_a_process_sets_the_policy_before_kernels_are_imported():
         "from bench import pairs; pairs.use_policy('default'); import triton_impl.gelu as gelu; "
         "print(repr(gelu.EVICTION_OF_SINGLE_USE.value)); pairs.use_policy('default')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python(["-c", code])
     assert done.stdout.strip() == "''"
     assert "the cache policy must be set before triton_impl.gelu is imported" in done.stderr
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from kernel_ladder.exercises.exercise import DIFFICULTIES
 from kernel_ladder.inspection.heads import ladder
 
 from ..conftest import skip_unless_available
+from ..processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -365,14 +364,8 @@ print([v.name for v in table.variants("gelu", "torch")])
 
 
 def fresh(code: str, environment: dict[str, str]) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, **environment},
-        cwd=ROOT,
-    )
+    result = run_python(["-c", code], {**os.environ, **environment})
+    assert result.returncode == 0, result.stderr
     return (result.stdout + result.stderr).strip()
 
 

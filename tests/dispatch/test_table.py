@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -17,6 +16,7 @@ from kernel_ladder.selection.orders import ORDERS
 from kernel_ladder.testing.samples import make_inputs
 
 from ..conftest import DEVICE, every_variant, pytorchs_own, skip_unless_it_runs, typical_case, variant_id
+from ..processes import run_python
 
 
 def resolve(op: str, backend: str | None, dtype: torch.dtype = torch.float32):
@@ -266,13 +266,7 @@ def test_backends_lists_every_level(op):
 
 
 def in_a_fresh_process(code: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "KERNEL_LADDER_REQUIRE": "", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_python(["-c", code], {**os.environ, "KERNEL_LADDER_REQUIRE": "", **environment})
 
 
 def test_require_turns_unavailability_into_failure():

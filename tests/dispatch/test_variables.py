@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from kernel_ladder.errors import VariableError
 from kernel_ladder.variables import switch
 
 from ..conftest import DEVICE
+from ..processes import run_python
 
 ROOT = Path(__file__).parents[2]
 OURS = re.compile(r"KERNEL_LADDER_[A-Z]+")
@@ -43,14 +42,7 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: "-".join(command[:2]))
 def test_commands_end_with_a_sentence(name, command):
     value, message = BAD[name]
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        env={**os.environ, "KERNEL_LADDER_REQUIRE": "", name: value},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(["-m", *command], {**os.environ, "KERNEL_LADDER_REQUIRE": "", name: value})
     assert done.returncode == 2, done.stderr
     assert re.fullmatch(rf"python -m {command[0]}.*: the environment variable {name} {message}.*\n", done.stderr)
     assert "Traceback" not in done.stdout
