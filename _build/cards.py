@@ -1,7 +1,7 @@
 """Refuse a page of ``docs/climb`` whose cards are not whole.
 
 Every card, a heading of the second level with the name of a rung, has the same lines in the same order, at most 25 of
-them. Its counters are there, or the line says why they are not.
+them. Its counters are there, those of a timed backward pass too, or the line says why they are not.
 
     python _build/cards.py            every page
     python _build/cards.py FILE…      these pages alone
@@ -25,6 +25,9 @@ FIELD = re.compile(r"^- \*\*([^*]+)\*\*: *(.*)$")
 #: A counter with its value, as `registers 32 → 64`; or the reason for having none.
 COUNTERS = re.compile(r"\d.* · .*\d")
 NONE = re.compile(r"^none committed yet: \w.{8,}")
+#: A time of the backward pass; beside it stand that pass's counters, or the reason for having none.
+TIMED_BACKWARD = re.compile(r"\bbackward \d")
+OF_BACKWARD = re.compile(r" Backward: (?:[^:]*\d.* · .*\d|none committed yet: \w.{8,})")
 
 
 def faults(text: str) -> Iterator[tuple[int, str, str]]:
@@ -49,6 +52,10 @@ def faults(text: str) -> Iterator[tuple[int, str, str]]:
         counters = found[LINES.index("Counters")][2]
         if not COUNTERS.search(counters) and not NONE.match(counters):
             yield start + 1, name, "has no counters and does not say why: `none committed yet: …`"
+        elif TIMED_BACKWARD.search(found[LINES.index("Measured")][2]) and not (
+            NONE.match(counters) or OF_BACKWARD.search(counters)
+        ):
+            yield start + 1, name, "times its backward pass, has no counters of it and does not say why"
 
 
 def main(arguments: list[str]) -> int:

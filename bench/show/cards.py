@@ -68,8 +68,10 @@ def _card(
     said["Diff"] = _diff(head, described.get(before.partition(".")[2]))
     why = _sentence(note.get("why") or (head.predicts if head else ""))
     said["Prediction"] = " ".join(filter(None, (why, f"{prediction}." if prediction else ""))) or "None was written."
-    said["Measured"] = _measured(name, forward, step, call_of(op, name, note, mine, "backward"))
-    said["Counters"], shape = _counters(op, name, before, row, profiled)
+    backward = call_of(op, name, note, mine, "backward")
+    timed_backward = name in backward and backward[name].us is not None
+    said["Measured"] = _measured(name, forward, step, backward)
+    said["Counters"], shape = _counters(op, name, before, row, profiled, timed_backward)
     said["Verdict"] = _verdict(prediction, row, note, bool(shape))
     said["Limits it now"] = _sentence(note.get("limit") or (head.limit if head else "")) or "Not known."
     said["Try this"] = _try(op, name, before, note, row, shape)
@@ -114,6 +116,7 @@ def _counters(
     before: str,
     row: Row | None,
     profiled: Source,
+    timed_backward: bool,
 ) -> tuple[str, str]:
     """Before → after of both passes, and the shape that was profiled; without counters the reason."""
     gpu, found = profiled
@@ -129,6 +132,8 @@ def _counters(
     if backward in found:
         changed = climb_counters.changes(found[backward], found.get((op, before, *backward[2:]), {}))
         said += f" Backward: {' · '.join(changed)}."
+    elif timed_backward:
+        said += " Backward: none committed yet: the profiler has not been run on this pass."
     return said, key[4]
 
 

@@ -119,6 +119,20 @@ def test_cards_show_counters_before_and_after_and_pass_the_check(tmp_path):
     assert "**Measured**: not yet in the committed rows." in page[: page.index("## cuda.naive")]
 
 
+def test_a_timed_backward_pass_has_counters_or_a_reason(tmp_path):
+    file = tmp_path / "gpu.jsonl"
+    store.replace(file, "")
+    key = {"op": "gelu", "backend": "cuda.naive", "dtype": "bfloat16", "shape": SHAPE, "gpu": "GPU 1", "kernels": []}
+    of_forward = {"least_bytes": LEAST, "dram_bytes": LEAST, "registers": 16}
+    counters.file_beside(file).write_text(json.dumps({**key, "pass": "forward", "counters": of_forward}) + "\n")
+    page = cards.write("gelu", file, [NAIVE, _row("cuda.naive", 300.0, pass_="backward")])
+    reason = " Backward: none committed yet: the profiler has not been run on this pass."
+    assert page.count(reason) == 1
+    assert list(check.faults(page)) == []
+    ((_, rung, said),) = check.faults(page.replace(reason, ""))
+    assert (rung, said.partition(",")[0]) == ("cuda.naive", "times its backward pass")
+
+
 def test_the_index_has_every_rung_and_names_shapes_other_than_the_headline(tmp_path):
     file = tmp_path / "gpu.jsonl"
     store.replace(file, "")
