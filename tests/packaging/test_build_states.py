@@ -61,18 +61,36 @@ def sources(folder: Path) -> Path:
     return folder
 
 
-def environment(folder: Path, *, with_packages: bool) -> Path:
-    """A new environment's Python; with packages, it sees this environment's through a ``.pth`` file."""
-    venv.create(folder / "env", with_pip=True)
+def packages_of(python: Path) -> Path:
+    """Where an environment has its packages."""
+    query = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(subprocess.run([python, "-c", query], capture_output=True, text=True, check=True).stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def new_pip(tmp_path_factory) -> Path:
+    """Packages of a new environment: the pip that comes with Python, which takes seconds to unpack."""
+    folder = tmp_path_factory.mktemp("pip")
+    venv.create(folder, with_pip=True)
+    return packages_of(folder / "bin" / "python")
+
+
+def environment(folder: Path, new_pip: Path, *, with_packages: bool) -> Path:
+    """A new environment's Python; with packages, it sees this environment's through a ``.pth`` file.
+
+    What comes with it lies in `new_pip`, to which no install writes: the project alone is new.
+    """
+    venv.create(folder / "env", with_pip=False)
     python = folder / "env" / "bin" / "python"
+    site = packages_of(python)
+    for package in new_pip.iterdir():
+        (site / package.name).symlink_to(package)
     if with_packages:
         visible = folder / "visible"
         visible.mkdir()
         for package in Path(sysconfig.get_path("purelib")).iterdir():
             if not package.name.startswith(HIDDEN):
                 (visible / package.name).symlink_to(package)
-        query = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        site = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
         Path(site, "visible.pth").write_text(f"{visible}\n")
     return python
 
@@ -129,9 +147,9 @@ def index() -> None:
 
 
 @pytest.fixture
-def place(tmp_path, index) -> tuple[Path, Path]:
+def place(tmp_path, index, new_pip) -> tuple[Path, Path]:
     """An environment that has torch, and a copy of the sources."""
-    return environment(tmp_path, with_packages=True), sources(tmp_path / "src")
+    return environment(tmp_path, new_pip, with_packages=True), sources(tmp_path / "src")
 
 
 @pytest.mark.skipif(not NVCC, reason="no nvcc: nothing to build the extension with")
@@ -187,8 +205,8 @@ def test_cuda_switched_off(place, tmp_path):
 
 
 @pytest.mark.skipif(not NVCC, reason="no nvcc: torch is no build requirement")
-def test_torch_is_a_build_requirement_where_there_is_none(tmp_path, index):
-    python, folder = environment(tmp_path, with_packages=False), sources(tmp_path / "src")
+def test_torch_is_a_build_requirement_where_there_is_none(tmp_path, index, new_pip):
+    python, folder = environment(tmp_path, new_pip, with_packages=False), sources(tmp_path / "src")
     # A constraint that no torch meets shows what the build asks for, without a download of gigabytes.
     (tmp_path / "constraints").write_text("torch==0\n")
     constraint = str(tmp_path / "constraints")
