@@ -122,8 +122,8 @@ def _is_one_product(model: Any, head: torch.nn.Linear, outputs: Any) -> bool:
     The model's forward pass runs with stand-ins for both and for the layers. So nothing is computed, and what it does
     to large logits shows as well.
     """
-    hidden = torch.randn(1, 2, head.in_features)
-    logits, loss = torch.randn(1, 2, head.out_features), torch.zeros(())
+    hidden = torch.arange(2.0 * head.in_features).view(1, 2, -1)
+    logits, loss = torch.zeros(1, 2, head.out_features), torch.zeros(())
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     seen: dict[str, Any] = {}
 
