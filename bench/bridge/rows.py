@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable
-from pathlib import Path
 
-from bench.measure import environment
-from bench.rows import store
+from bench.rows.own import RowsOf
 
 FOLDER = "bridge"
 
@@ -43,35 +39,5 @@ class BridgeRow:
         return self.host_run_us - self.host_plain_us
 
 
-def results_file() -> Path:
-    """Where this machine's rows are kept."""
-    own = environment.results_file()
-    return own.parent / FOLDER / own.name
-
-
-def read(path: Path) -> list[BridgeRow]:
-    """The newest row of each pass of each operation; none where there is no file.
-
-    Raises:
-        rows.ResultsError: a line is truncated or foreign. The message names it.
-    """
-    if not path.exists():
-        return []
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            found.append(BridgeRow(**json.loads(line)))
-        except (TypeError, json.JSONDecodeError) as error:
-            raise store.ResultsError(f"{path}:{number}: not a row of the bridge ({error})") from None
-    return _newest(found)
-
-
-def _newest(rows: Iterable[BridgeRow]) -> list[BridgeRow]:
-    return list({(row.op, row.pass_, row.dtype, row.shape, row.gpu): row for row in rows}.values())
-
-
-def save(path: Path, rows: list[BridgeRow]) -> None:
-    """Add rows; each replaces an earlier one of its operation, pass and shape."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = _newest([*read(path), *rows])
-    store.replace(path, "".join(json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n" for row in kept))
+_KEPT: RowsOf[BridgeRow] = RowsOf(FOLDER, BridgeRow, "a row of the bridge", ("op", "pass_", "dtype", "shape", "gpu"))
+results_file, read, save = _KEPT.results_file, _KEPT.read, _KEPT.save

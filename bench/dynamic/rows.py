@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable
-from pathlib import Path
 
-from bench.measure import environment
-from bench.rows import store
+from bench.rows.own import RowsOf
 
 FOLDER = "dynamic"
 
@@ -33,35 +29,7 @@ class DynamicRow:
     unsupported: str | None = None
 
 
-def results_file() -> Path:
-    """Where this machine's rows are kept."""
-    own = environment.results_file()
-    return own.parent / FOLDER / own.name
-
-
-def read(path: Path) -> list[DynamicRow]:
-    """The newest row of each way of each operation; none where there is no file.
-
-    Raises:
-        rows.ResultsError: a line is truncated or foreign. The message names it.
-    """
-    if not path.exists():
-        return []
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            found.append(DynamicRow(**json.loads(line)))
-        except (TypeError, json.JSONDecodeError) as error:
-            raise store.ResultsError(f"{path}:{number}: not a row of changing lengths ({error})") from None
-    return _newest(found)
-
-
-def _newest(rows: Iterable[DynamicRow]) -> list[DynamicRow]:
-    return list({(row.op, row.way, row.dtype, row.width, row.gpu): row for row in rows}.values())
-
-
-def save(path: Path, rows: list[DynamicRow]) -> None:
-    """Add rows; each replaces an earlier one of its way."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = _newest([*read(path), *rows])
-    store.replace(path, "".join(json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n" for row in kept))
+_KEPT: RowsOf[DynamicRow] = RowsOf(
+    FOLDER, DynamicRow, "a row of changing lengths", ("op", "way", "dtype", "width", "gpu")
+)
+results_file, read, save = _KEPT.results_file, _KEPT.read, _KEPT.save

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable
-from pathlib import Path
 
-from bench.measure import environment
-from bench.rows import store
+from bench.rows.own import RowsOf
 
 FOLDER = "patched"
 #: Who replaced parts of a model: nobody, or Liger; else a backend of this package.
@@ -46,35 +42,7 @@ class PatchedRow:
     unsupported: str | None = None
 
 
-def results_file() -> Path:
-    """Where this machine's rows are kept."""
-    own = environment.results_file()
-    return own.parent / FOLDER / own.name
-
-
-def read(path: Path) -> list[PatchedRow]:
-    """The newest row of each pass of each model, each way; none where there is no file.
-
-    Raises:
-        rows.ResultsError: a line is truncated or foreign. The message names it.
-    """
-    if not path.exists():
-        return []
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            found.append(PatchedRow(**json.loads(line)))
-        except (TypeError, json.JSONDecodeError) as error:
-            raise store.ResultsError(f"{path}:{number}: not a row of a patched model ({error})") from None
-    return _newest(found)
-
-
-def _newest(rows: Iterable[PatchedRow]) -> list[PatchedRow]:
-    return list({(row.model, row.by, row.compiled, row.pass_, row.gpu): row for row in rows}.values())
-
-
-def save(path: Path, rows: list[PatchedRow]) -> None:
-    """Add rows; each replaces an earlier one of its way."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = _newest([*read(path), *rows])
-    store.replace(path, "".join(json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n" for row in kept))
+_KEPT: RowsOf[PatchedRow] = RowsOf(
+    FOLDER, PatchedRow, "a row of a patched model", ("model", "by", "compiled", "pass_", "gpu")
+)
+results_file, read, save = _KEPT.results_file, _KEPT.read, _KEPT.save
