@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from kernel_ladder.semantics.masks import LONGEST, LOWER_RIGHT, NO_WINDOW, band, pairs
 from kernel_ladder.spec import Case, ErrorCase, Output, Spec, check_tensors, dtype_name
 from kernel_ladder.table import register, register_spec
-from kernel_ladder.testing.samples import offsets
+from kernel_ladder.testing.samples import offsets, offsets_of
 from kernel_ladder.transforms import is_wrapped
 from torch_ref import attention
 from torch_ref.attention import MAX_HEAD_DIM, check_options, weighted
@@ -351,8 +351,7 @@ def _sweep() -> list[Case]:
     def equal(length: int, causal: bool) -> Case:
         """Sequences of one length, the sizes of a case of dense attention: what do the offsets cost?"""
         total, h, d = 16384, 16, 128
-        written = ",".join(map(str, range(0, total + 1, length)))
-        kinds = {3: f"offsets:{written}", 4: f"offsets:{written}"}
+        kinds = {3: "equal_offsets@0", 4: "equal_offsets@1"}
         shapes = *((total, h, d),) * 3, *((total // length + 1,),) * 2
         options = _options(causal, h, h, max_seqlen_q=length, max_seqlen_k=length)
         name = f"B{total // length} of S{length} H{h} D{d} {'causal' if causal else 'full'}"
@@ -366,13 +365,7 @@ def _sweep() -> list[Case]:
 
 def _lengths(case: Case) -> list[tuple[int, int]]:
     """(queries, keys) of each sequence of a case."""
-    starts = []
-    for place in (3, 4):
-        _, _, written = case.kinds[place].partition(":")
-        count = case.shapes[place][0]  # type: ignore[index]
-        rows = case.shapes[place - 3][0]  # type: ignore[index]
-        starts.append([int(n) for n in written.split(",")] if written else offsets(rows, count))
-    of_q, of_k = ([b - a for a, b in itertools.pairwise(s)] for s in starts)
+    of_q, of_k = ([b - a for a, b in itertools.pairwise(offsets_of(case, place))] for place in (3, 4))
     return list(zip(of_q, of_k, strict=True))
 
 

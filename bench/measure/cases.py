@@ -40,6 +40,8 @@ def shrink(case: Case, spec: Spec) -> Case:
         case = _resized(case, {n: n // 2 for n in batch})
     while spec.bytes(case, 4, False) > TINY_BYTES or spec.flops(case, False) > TINY_FLOPS:
         largest = max(n for shape in filter(None, case.shapes) for n in shape)
+        if largest == 1:
+            raise ValueError(f"{spec.name}: {case.id!r} cannot be shrunk: what it costs is not in its shapes")
         case = _resized(case, {largest: max(1, largest // 2)})
     return case
 

@@ -17,7 +17,9 @@ from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each, has_gr
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
 _CLASSES = ("classes", "some_classes", "no_classes")
 _NUMBERS = ("float8", "scale", "bias")
-KINDS = ("boolean", "hidden_rows", "offsets", "lengths", "pages", "parameter", "rotations", *_NUMBERS, *_CLASSES)
+_OFFSETS = ("offsets", "equal_offsets")
+_BOOLEANS = ("boolean", "hidden_rows")
+KINDS = (*_BOOLEANS, "lengths", "pages", "parameter", "rotations", *_OFFSETS, *_NUMBERS, *_CLASSES)
 VALUES = ("normal", "large", "outliers", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant")
 
 
@@ -82,7 +84,7 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
             number = _number(case.kinds[place], dtype)
             return _layout(shape, case.layout_of(place), lambda shape: make(shape).to(number))
         integers = {
-            **dict.fromkeys(("offsets", "lengths", "pages"), torch.int32),
+            **dict.fromkeys((*_OFFSETS, "lengths", "pages"), torch.int32),
             **dict.fromkeys(_CLASSES, torch.int64),
         }
         kind = {**integers, "rotations": torch.complex64}.get(_kind(case, place)[0], torch.bool)
@@ -114,7 +116,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
       of as many as the first dimension of argument 1; ``some_classes``: every third is the option `ignore_index`;
       ``no_classes``: all are
     - ``offsets@1``: int32, from 0 up to the first dimension of argument 1, as :func:`offsets` gives them;
-      ``offsets:0,3,7``: exactly these
+      ``equal_offsets@1``: as :func:`equal_offsets` does; ``offsets:0,3,7``: exactly these
     - ``pages@1``: int32 numbers of pages of argument 1, in random order; each occurs once, if there are enough pages
     - ``lengths@3,1``: int32, up to the keys in a row of argument 3's pages of argument 1, as :func:`lengths_of` gives
       them; ``lengths:5,0,7``: exactly these
@@ -171,6 +173,20 @@ def offsets(rows: int, count: int) -> list[int]:
     return [rows * i * i // (count - 1) ** 2 for i in range(count)]
 
 
+def equal_offsets(rows: int, count: int) -> list[int]:
+    """`count` offsets from 0 to `rows`, with differences that are equal, or one apart where they cannot be."""
+    return [rows * i // (count - 1) for i in range(count)]
+
+
+def offsets_of(case: Case, place: int) -> list[int]:
+    """The offsets that a case's argument of this kind holds."""
+    kind, separator, detail = _kind(case, place)
+    if separator == ":":
+        return [int(n) for n in detail.split(",")]
+    (rows, *_), (count, *_) = case.shapes[int(detail)] or (0,), case.shapes[place] or (0,)
+    return (equal_offsets if kind == "equal_offsets" else offsets)(rows, count)
+
+
 def lengths_of(case: Case, place: int) -> list[int]:
     """The lengths that a case's argument of this kind holds; unless it names them, from all keys of a row to half."""
     _, separator, detail = _kind(case, place)
@@ -187,7 +203,7 @@ def _kind(case: Case, place: int) -> list[str]:
 
 
 def _of_kind(case: Case, place: int, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    kind, separator, detail = _kind(case, place)
+    kind, _, detail = _kind(case, place)
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; known are {', '.join(KINDS)}")
     if kind == "lengths":
@@ -196,11 +212,8 @@ def _of_kind(case: Case, place: int, shape: tuple[int, ...], generator: torch.Ge
         (pages, *_), needed = case.shapes[int(detail)] or (0,), shape[0] * shape[1]
         order = torch.randperm(max(pages, needed), generator=generator, device=generator.device)
         return (order[:needed] % max(pages, 1)).view(shape).int()
-    if separator == ":":
-        return torch.tensor([int(n) for n in detail.split(",")], dtype=torch.int32, device=generator.device)
-    if kind == "offsets":
-        (rows, *_) = case.shapes[int(detail)] or (0,)
-        return torch.tensor(offsets(rows, shape[0]), dtype=torch.int32, device=generator.device)
+    if kind in _OFFSETS:
+        return torch.tensor(offsets_of(case, place), dtype=torch.int32, device=generator.device)
     if kind in _CLASSES:
         logits = case.shapes[0] or (1,)
         classes = (case.shapes[int(detail)] or (1,))[0] if detail else logits[min(1, len(logits) - 1)]
