@@ -33,7 +33,6 @@ import math
 import re
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError

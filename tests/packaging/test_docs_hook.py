@@ -91,6 +91,7 @@ def test_a_predicted_ratio_and_counter_are_those_of_their_markers(hook):
 
 def test_every_prediction_of_a_lesson_is_a_fold_that_the_script_finds():
     script = (ROOT / "docs" / "javascripts" / "predict.js").read_text()
+    assert "extra_javascript: [javascripts/predict.js]" in (ROOT / "mkdocs.yml").read_text()
     assert "details.predict" in script
     assert ".prediction" in script
     for page in sorted((ROOT / "docs" / "lessons").glob("[1-8]-*.md")):
