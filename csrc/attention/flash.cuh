@@ -1,17 +1,24 @@
 // attention, rung 2 of 7: flash. The kernel, for batches (flash.cu) and packed sequences (varlen_flash.cu); flash_masked.cu
 // has the instances that test every score.
 //
-// cp.async loads values while scores are computed, and the next keys while values are used. Each warp keeps maximum, sum
-// and output of its rows in registers and rescales them when the maximum grows (Milakov and Gimelshein,
-// arXiv:1805.02867). Warps exchange nothing. The log-sum-exp of each row is saved for the backward pass.
+// Shared memory holds one tile each of queries, keys and values: Q | K | V. cp.async loads values while scores are
+// computed, and the next keys while values are used. A step of the mainloop:
+//
+//   cp.async       ├─ V of tile n ──────────┤├─ K of tile n − 1 ────────────────┤
+//   tensor cores   ├─ S = Q · Kᵀ ───────────┤                ├─ O += P · V ─────┤
+//   CUDA cores                               ├─ P = softmax ─┤
+//                  ▲ wait: K n is there      ▲ wait: V n is there, K n has been read
+//
+// Each warp keeps maximum, sum and output of its rows in registers and rescales them when the maximum grows (Milakov and
+// Gimelshein, arXiv:1805.02867). Warps exchange nothing. The log-sum-exp of each row is saved for the backward pass.
 //
 // The instances with General sequences take a mask in memory, a window, dropped weights, and operands that do not consist
 // of aligned vectors. They test every score, and skip tiles outside the band. The others test scores only in the tiles on
 // the diagonal and at the end.
 //
-// What bounds the tile shapes: a fragment of keys or values from ldmatrix serves as many 16-row squares as a warp has;
-// with one square, shared memory could not feed the tensor cores. But scores and output stay in registers, for two blocks
-// per SM, so that one block's softmax overlaps the other's products.
+// Two things bound the tile shapes. A fragment of keys or values from ldmatrix serves as many 16-row squares as a warp has.
+// With one square, shared memory could not feed the tensor cores. More squares take more registers for scores and output.
+// Two blocks must fit on an SM, so that one block's softmax overlaps the other's products.
 #pragma once
 
 #include <string>

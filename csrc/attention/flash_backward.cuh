@@ -8,11 +8,15 @@
 //   key      dV = Pᵀ · dO, dK = scale · dSᵀ · Q: a block has keys and walks over queries, of all heads that share them
 //
 // One kernel for both would compute P and dP once, but would sum dQ by atomics in an order that changes from run to run.
-// Two kernels that sum in registers give the same bits each time. The key kernel computes the transposed squares
-// Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the A operand of the next product.
+// Two kernels that sum in registers give the same bits each time. The key kernel computes transposed squares, Sᵀ = K · Qᵀ.
+// So in both kernels the weights stay in registers as the A operand of the next product.
 //
-// The instances with General sequences take a mask in memory, a window, and dropped weights. With F the factors of dropout,
-// which the kernels draw again, dV = (P ∘ F)ᵀ · dO and dS = P ∘ (F ∘ dP − delta); delta is still rowsum(dO ∘ O).
+//   kernel   resident tiles   streamed tiles, two stages   per step
+//   query    Q, dO            K, V                         S = Q · Kᵀ,   dP = dO · Vᵀ,   dQ += dS · K
+//   key      K, V             Q, dO, statistics            Sᵀ = K · Qᵀ,  dPᵀ = V · dOᵀ,  dV += Pᵀ · dO,  dK += dSᵀ · Q
+//
+// The instances with General sequences take a mask in memory, a window, and dropped weights. They draw the factors F of
+// dropout again: dV = (P ∘ F)ᵀ · dO and dS = P ∘ (F ∘ dP − delta). delta is still rowsum(dO ∘ O).
 #pragma once
 
 #include <string>
@@ -321,8 +325,8 @@ void launch_products(const FlashGradients<T>& operands, const Attention& a, cons
     KL_LAUNCH_CHECK();
 }
 
-/// Memory for the gradient of an operand, in its shape; of packed operands (1, H, T, D) it is (T, H, D), as callers pass
-/// them.
+/// Memory for the gradient of an operand, in its shape. Packed operands are (1, H, T, D), and their gradients (T, H, D), as
+/// callers pass them.
 template <typename Sequences>
 Tensor empty_gradient(const Tensor& x) {
     if constexpr (!Sequences::PACKED) return empty_dense(x);

@@ -33,8 +33,8 @@ __device__ RowShift row_shift(const FlashGradients<T>& p, int64_t row, bool insi
     return {lse, p.log_sum[row] * LOG2E};
 }
 
-/// Weight of a score in MaskedUnits. Under an additive mask, a score may round to the other side of the saved maximum,
-/// because transposed tiles sum in another order; it is clamped. NaN stays.
+/// Weight of a score in MaskedUnits. Transposed tiles sum in another order, so that under an additive mask a score may round
+/// to more than the saved maximum. It is clamped; NaN stays.
 __device__ inline float masked_weight(float score, float max, float log2_sum, float factor, bool additive) {
     float below = score - max;
     if (additive && below > 0.0f) below = 0.0f;
@@ -61,8 +61,8 @@ __device__ __forceinline__ void load_row_stats(float* stats, const FlashGradient
     stats[threadIdx.x] = stat;
 }
 
-/// Turns transposed squares (rows are keys, from k0 on; columns are queries, from q0 on) into weights and their gradients:
-/// scores in `weights` become P, and dP in `grads` becomes dS = P ∘ (dP − delta). Both are 0 outside the band.
+/// Scores in `weights` become P, and dP in `grads` becomes dS = P ∘ (dP − delta). Both are 0 outside the band. The squares are
+/// transposed: rows are keys, from k0 on, and columns are queries, from q0 on.
 template <typename S, bool MASKED, typename T, int N>
 __device__ __forceinline__ void weights_and_gradients(Squares<1, N>& weights, Squares<1, N>& grads, const float* stats,
                                                       const FlashGradients<T>& p, const Attention& a,

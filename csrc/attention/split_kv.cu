@@ -6,14 +6,18 @@
 // Next      –
 //
 // A block has all queries that share one head of keys and values, grouped heads too, so that keys are read once. They are
-// packed as the 16 rows of one tile. The warps of a block take the tiles of its run round-robin, each with a pipeline of
-// its own in shared memory and no block-wide barrier. Each warp ends with a softmax of the keys it has seen, and the block
-// merges those of its warps.
+// packed as the 16 rows of one tile. The warps of a block take the tiles of its run round-robin. Each warp has a pipeline
+// of its own in shared memory and meets no block-wide barrier. It ends with a softmax of the keys it has seen, and the
+// block merges those of its warps. Two runs of two warps:
 //
-// Runs are combined in one of two ways. A second kernel weighs them by their log-sum-exps. Or, on Hopper, where two, four
-// or eight runs fill the GPU as well and all clusters are resident at once, the blocks of a head are a cluster (CLUSTER):
-// each sends a row's results to the block that finishes that row. Runs are summed in a fixed order, so results repeat; the
-// number of runs, and so the last bits, depends on the number of SMs.
+//   keys      │ run 0: block 0                │ run 1: block 1                │
+//   tiles     │ w0 │ w1 │ w0 │ w1 │ w0 │ w1 │ │ w0 │ w1 │ w0 │ w1 │ w0 │ w1 │ │
+//   merge     └ warps, in shared memory ──────┴ runs, in a cluster or by a second kernel
+//
+// Runs are combined in one of two ways. A second kernel weighs them by their log-sum-exps. On Hopper, the blocks of a head
+// can be a cluster (CLUSTER): each sends a row's results to the block that finishes that row. That needs two, four
+// or eight runs that fill the GPU as well, and all clusters resident at once. Runs are summed in a fixed order, so results
+// repeat. The number of runs, and so the last bits, depends on the number of SMs.
 
 #include "attention/split_kv_merge.cuh"
 #include "core/pdl.cuh"

@@ -146,8 +146,8 @@ __device__ __forceinline__ void send_to_finisher(const SplitSmem<S>& smem, const
 #endif
 }
 
-/// Merges what the warps have of each row, and passes the result on: to the output of a single run, to `partial` of one of
-/// several, or in a cluster to the block that finishes the row.
+/// Merges the warps' partial results of each row. The result of a single run goes to the output, and one of several runs to
+/// `partial`. In a cluster it goes to the block that finishes the row.
 template <bool CLUSTER, typename S, typename T>
 __device__ __forceinline__ void merge_warps(const SplitSmem<S>& smem, const Operands<T>& p, const Attention& a,
                                             const Runs& runs, const PackedQueries& queries, int run,
