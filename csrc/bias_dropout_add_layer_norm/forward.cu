@@ -325,6 +325,7 @@ void launch_dropout_add_norm_rows(const DropoutAddNorm<T>& p, const DropoutMask&
     });
 }
 
+/// The instance for rows that lie evenly apart, or else the one for any rows: chosen here as in launch_registers.
 template <typename T>
 void launch_dropout_add_norm_registers(const DropoutAddNorm<T>& p, const DropoutMask& mask, bool vectorized,
                                        const Launch& launch) {

@@ -10,8 +10,8 @@ import torch
 
 import cuda_impl
 import kernel_ladder
-from cuda_impl import attention_varlen
 from kernel_ladder import autograd, gpu, selection, table
+from kernel_ladder.selection.attention import packed_backward_on_hopper
 from kernel_ladder.spec import Case
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_inputs, on_absent_gpu
@@ -80,22 +80,17 @@ def test_what_a_ring_saves_is_what_the_forward_pass_saves(name, longest):
     assert all(same), same
 
 
-@needs_extension
 @pytest.mark.parametrize(
-    ("rows", "sequences", "d", "d_v", "on_hopper"),
+    ("rows", "sequences", "head_dim", "step"),
     [
-        (64, 1, 64, 64, True),
-        (64, 2, 128, 128, True),
-        (63, 2, 128, 128, False),  # short sequences
-        (4096, 8, 136, 64, False),
-        (4096, 8, 64, 256, False),
+        (64, 1, 64, "warp_specialized"),
+        (64, 2, 128, "warp_specialized"),
+        (63, 2, 128, "flash"),  # short sequences
+        (4096, 8, 136, "flash"),
     ],
 )
-def test_whose_backward_pingpong_has(rows, sequences, d, d_v, on_hopper):
-    query, value, offsets = (
-        torch.empty(*shape, device="meta") for shape in ((rows, 4, d), (rows, 4, d_v), (sequences + 1,))
-    )
-    assert attention_varlen._on_hopper(query, value, offsets) == on_hopper
+def test_whose_backward_pingpong_has(rows, sequences, head_dim, step):
+    assert packed_backward_on_hopper(head_dim, rows, sequences) == step
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
