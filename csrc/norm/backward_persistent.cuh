@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     constexpr bool IS_LAYERNORM = Op::IS_LAYERNORM;
     using Value = std::conditional_t<IS_LAYERNORM, Pair, float>;
     constexpr int E = Vec<T>::size, ROWS = SHAPE::ROWS, STAGES = SHAPE::STAGES, SUMS = IS_LAYERNORM ? 2 : 1;
-    constexpr bool REFILL_FIRST =
-        ROWS == 1;  // of the stage of one row: it has been read by then; otherwise after the store
+    // Whether a stage is refilled before the gradients are stored. With one row the stage has been read by then.
+    constexpr bool REFILL_FIRST = ROWS == 1;
     const std::conditional_t<IS_LAYERNORM, PairSum, Sum> add;
     extern __shared__ __align__(STAGE_ALIGNMENT) uint4 in_shared[];
     __shared__ PersistentBackwardReduceSmem<Value, SHAPE> smem;

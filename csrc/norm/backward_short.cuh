@@ -27,8 +27,8 @@ struct WarpsReduceSmem {
         if constexpr (SHAPE::WARPS == 1) {
             each_over_lanes(values, Sum{}, WARP);
         } else {
-            // Two buffers suffice: a warp that writes those of iteration t + 2 has passed the barrier of t + 1, before
-            // which every warp read those of t.
+            // Two buffers suffice. A warp that writes those of iteration t + 2 has passed the barrier of t + 1. Before that
+            // barrier every warp read those of t.
             auto& partials = of_warps[iteration % 2][row_in_block];
             const float own = reduce_rows_over_lanes(values, Sum{}, WARP);
             const int lane = threadIdx.x % WARP;
