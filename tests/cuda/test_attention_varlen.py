@@ -11,7 +11,6 @@ import torch
 import cuda_impl
 import kernel_ladder
 from kernel_ladder import autograd, gpu, selection, table
-from kernel_ladder.selection.attention import packed_backward_on_hopper
 from kernel_ladder.spec import Case
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_inputs, on_absent_gpu
@@ -78,19 +77,6 @@ def test_what_a_ring_saves_is_what_the_forward_pass_saves(name, longest):
         found = variant.saved_from(inputs, outputs, options)
     same = [x is y if isinstance(x, torch.Tensor) else x == y for x, y in zip(found, saved, strict=True)]
     assert all(same), same
-
-
-@pytest.mark.parametrize(
-    ("rows", "sequences", "head_dim", "step"),
-    [
-        (64, 1, 64, "warp_specialized"),
-        (64, 2, 128, "warp_specialized"),
-        (63, 2, 128, "flash"),  # short sequences
-        (4096, 8, 136, "flash"),
-    ],
-)
-def test_whose_backward_pingpong_has(rows, sequences, head_dim, step):
-    assert packed_backward_on_hopper(head_dim, rows, sequences) == step
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
