@@ -25,6 +25,7 @@ import torch
 
 from kernel_ladder import autocast, autograd, selection, table
 from kernel_ladder.errors import raise_for_memory
+from kernel_ladder.semantics.strides import aligned, as_traced
 from kernel_ladder.spec import Inputs, Options, Output, as_tuple, each
 from kernel_ladder.table import Variant
 from kernel_ladder.tracing import PLAIN, building_graph, inferring_shapes, wants_gradient
@@ -272,30 +273,12 @@ def _variant(op: str, name: str) -> Variant:
     return found or next(v for v in table.variants(op, level) if v.name == name)
 
 
-def _in_memory(x: torch.Tensor | None) -> torch.Tensor | None:
-    """`x` as kernels read it: its sign resolved, and aligned to 16 bytes, as the trace assumed without data."""
-    if x is None:
-        return x
-    x = torch.resolve_neg(x)
-    return _aligned(x) if x.storage_offset() * x.element_size() % 16 == 0 else x
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy with its strides where it begins off 16 bytes."""
-    if x.data_ptr() % 16 == 0:
-        return x
-    # Of elements that are one in memory, one is copied.
-    shape = [1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
-    once = torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
-    return once.copy_(x[tuple(slice(size) for size in shape)]).expand(x.shape)
-
-
 def _as_chosen(op: str, variant: str, inputs: Inputs, options: str, integers: Sequence[Any]) -> Inputs:
     """`inputs`, aligned to 16 bytes where the variant, chosen without addresses, refuses those that they have."""
     if all(x is None or x.data_ptr() % 16 == 0 for x in inputs):
         return inputs
     refuses = _variant(op, variant).unsupported(*inputs, **_options(options, integers)) is not None
-    return tuple([_aligned(x) if refuses and x is not None else x for x in inputs])
+    return tuple([aligned(x) if refuses and x is not None else x for x in inputs])
 
 
 def _without_aliases(tensors: Sequence[torch.Tensor], *others: torch.Tensor | None) -> list[torch.Tensor]:
@@ -348,12 +331,12 @@ def _backward(
 
 def _register(name: str, run: Callable[..., list[torch.Tensor]]) -> None:
     def real(*arguments: Any) -> list[torch.Tensor]:
-        in_memory: list[Any] = [each(_in_memory, tuple(a)) if _holds_tensors(a) else a for a in arguments]
+        in_memory: list[Any] = [each(as_traced, tuple(a)) if _holds_tensors(a) else a for a in arguments]
         if name == "forward":
             op, variant, inputs, *call, _ = in_memory
             in_memory[2] = _as_chosen(op, variant, inputs, *call)
         else:  # what the forward pass kept, perhaps in a copy that was aligned
-            in_memory[3] = each(_aligned, tuple(in_memory[3]))
+            in_memory[3] = each(aligned, tuple(in_memory[3]))
         try:
             return run(*in_memory)
         except RuntimeError as error:
