@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -181,15 +181,25 @@ def sources() -> list[str]:
     return sorted(n for n in names if n.endswith(SUFFIXES) and n not in EXEMPT and (ROOT / n).is_file())
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns 1 where a retired word is found."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def report(
+    check: Callable[[str, str], Iterable[object]], root: Path, doc: str, argv: list[str] | None, prog: str | None = None
+) -> int:
+    """Print what `check` finds in the files that `argv` names, or in all; return 1 where it finds something.
+
+    `doc` begins with what the command does.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description=doc.partition("\n")[0])
     parser.add_argument("file", nargs="*", help="files relative to the root (default: every tracked source file)")
     args = parser.parse_args(argv)
-    found = [f for file in args.file or sources() for f in check(file, (ROOT / file).read_text(encoding="utf-8"))]
+    found = [f for file in args.file or sources() for f in check(file, (root / file).read_text(encoding="utf-8"))]
     for finding in found:
         print(finding)
     return 1 if found else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 1 where a retired word is found."""
+    return report(check, ROOT, __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ one line, ``file:line: name: what is wrong``.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from retired_words import sources
+from retired_words import report
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES = 500
@@ -94,13 +93,7 @@ def check(file: str, text: str) -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns 1 where something is too long."""
-    parser = argparse.ArgumentParser(prog="python _build/sizes.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("file", nargs="*", help="files relative to the root (default: every tracked source file)")
-    args = parser.parse_args(argv)
-    found = [f for file in args.file or sources() for f in check(file, (ROOT / file).read_text(encoding="utf-8"))]
-    for finding in found:
-        print(finding)
-    return 1 if found else 0
+    return report(check, ROOT, __doc__, argv, prog="python _build/sizes.py")
 
 
 if __name__ == "__main__":
