@@ -273,12 +273,21 @@ def _variant(op: str, name: str) -> Variant:
     return found or next(v for v in table.variants(op, level) if v.name == name)
 
 
-def _as_chosen(op: str, variant: str, inputs: Inputs, options: str, integers: Sequence[Any]) -> Inputs:
-    """`inputs`, aligned to 16 bytes where the variant, chosen without addresses, refuses those that they have."""
-    if all(x is None or x.data_ptr() % 16 == 0 for x in inputs):
-        return inputs
-    refuses = _variant(op, variant).unsupported(*inputs, **_options(options, integers)) is not None
-    return tuple([aligned(x) if refuses and x is not None else x for x in inputs])
+def _call_in_memory(op: str, variant: str, inputs: Inputs, options: str, integers: Sequence[Any], save: bool) -> tuple:
+    """A forward pass's arguments as its kernels read them.
+
+    The variant was chosen without addresses. Where it refuses those that the inputs have, they are copied to others.
+    """
+    inputs = each(as_traced, inputs)
+    off = any(x is not None and x.data_ptr() % 16 for x in inputs)
+    if off and _variant(op, variant).unsupported(*inputs, **_options(options, integers)) is not None:
+        inputs = each(aligned, inputs)
+    return op, variant, inputs, options, integers, save
+
+
+def _gradient_in_memory(op: str, variant: str, grads: Inputs, tensors: Inputs, *others: Any) -> tuple:
+    """A backward pass's arguments as its kernels read them. What was saved may be an input that was copied."""
+    return op, variant, each(as_traced, grads), each(aligned, each(torch.resolve_neg, tensors)), *others
 
 
 def _without_aliases(tensors: Sequence[torch.Tensor], *others: torch.Tensor | None) -> list[torch.Tensor]:
@@ -329,16 +338,11 @@ def _backward(
     return found.all[len(grads) :]
 
 
-def _register(name: str, run: Callable[..., list[torch.Tensor]]) -> None:
+def _register(name: str, run: Callable[..., list[torch.Tensor]], in_memory: Callable[..., tuple]) -> None:
     def real(*arguments: Any) -> list[torch.Tensor]:
-        in_memory: list[Any] = [each(as_traced, tuple(a)) if _holds_tensors(a) else a for a in arguments]
-        if name == "forward":
-            op, variant, inputs, *call, _ = in_memory
-            in_memory[2] = _as_chosen(op, variant, inputs, *call)
-        else:  # what the forward pass kept, perhaps in a copy that was aligned
-            in_memory[3] = each(aligned, tuple(in_memory[3]))
+        prepared = in_memory(*arguments)
         try:
-            return run(*in_memory)
+            return run(*prepared)
         except RuntimeError as error:
             raise_for_memory(error)
             raise
@@ -351,12 +355,8 @@ def _register(name: str, run: Callable[..., list[torch.Tensor]]) -> None:
     torch.library.register_fake(f"kernel_ladder::{name}", shapes, lib=_library)
 
 
-def _holds_tensors(argument: Any) -> bool:
-    return isinstance(argument, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in argument)
-
-
-_register("forward", _forward)
-_register("backward", _backward)
+_register("forward", _forward, _call_in_memory)
+_register("backward", _backward, _gradient_in_memory)
 
 
 # ---- autograd ------------------------------------------------------------------------------------------------------

@@ -87,10 +87,8 @@ def _near(grad: torch.Tensor) -> torch.Tensor:
     return grad.contiguous() if last_offset(grad) >= 2**31 > grad.numel() else grad
 
 
-def as_traced(x: torch.Tensor | None) -> torch.Tensor | None:
+def as_traced(x: torch.Tensor) -> torch.Tensor:
     """`x` as kernels read it: its sign resolved, and aligned to 16 bytes, as the trace assumed without data."""
-    if x is None:
-        return x
     x = torch.resolve_neg(x)
     return aligned(x) if x.storage_offset() * x.element_size() % 16 == 0 else x
 
