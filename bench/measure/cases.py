@@ -42,7 +42,7 @@ def shrink(case: Case, spec: Spec) -> Case:
         largest = max(n for shape in filter(None, case.shapes) for n in shape)
         if largest == 1:
             raise ValueError(f"{spec.name}: {case.id!r} cannot be shrunk: what it costs is not in its shapes")
-        case = _resized(case, {largest: max(1, largest // 2)})
+        case = _resized(case, {largest: largest // 2})
     return case
 
 
