@@ -205,6 +205,7 @@ def _gradients(
         online.launch_backward(logits, logits, labels, grad[part], stats, unused, by_row)
         multiply(grad_input[part], logits, weight)
         multiply(grad_weight, logits.mT, x, add=part.start > 0)
+        del logits, stats  # before the next chunk's are made
     return grad_input, grad_weight
 
 
