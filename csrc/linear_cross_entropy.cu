@@ -162,7 +162,7 @@ void linear_cross_entropy_product_chunked(const Tensor& input, const Tensor& oth
 }
 
 void linear_cross_entropy_add_product_chunked(const Tensor& input, const Tensor& other, const Tensor& output,
-                                              bool allow_tf32) {
+                                              bool allow_tf32, bool by_tma) {
     const Call prepared = prepare_into(output, input, other, OP);
     const Product& p = prepared.product;
     const Tensor& c = prepared.output;
@@ -173,9 +173,7 @@ void linear_cross_entropy_add_product_chunked(const Tensor& input, const Tensor&
              ": argument `output` must be float32, or bfloat16 as the operands");
     if (p.M * p.N * p.K == 0) return;
     if (dtype == ScalarType::Float && !allow_tf32) return add_registers(prepared, input, other);
-    if (dtype == ScalarType::Float || !is_hopper(input.get_device_index())) {
-        return add_mma(prepared, input, other, allow_tf32, OP);
-    }
+    if (dtype == ScalarType::Float || !by_tma) return add_mma(prepared, input, other, allow_tf32, OP);
     const HopperCall call = prepare_hopper(prepared, input, other, false, OP, "chunked");
     if (!call.by_tma() || call.a_major != Major::MN || call.b_major != Major::MN) {
         return add_mma(prepared, input, other, false, OP);

@@ -70,7 +70,8 @@ def multiply(output: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 def add_product(output: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """``output += a @ b``, of matrices; `output` is dense."""
-    _operators.linear_cross_entropy_add_product.chunked(a, b, output, a.dtype is torch.float32 and tf32_allowed())
+    tf32 = a.dtype is torch.float32 and tf32_allowed()
+    _operators.linear_cross_entropy_add_product.chunked(a, b, output, tf32, _by_tma(a))
 
 
 def rows_of_chunk(n_rows: int) -> int:

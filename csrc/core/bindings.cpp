@@ -210,7 +210,7 @@ const std::vector<Schema>& schemas() {
               " bool allow_tf32, int tile_m, int tile_n, int splits, bool pair) -> ()",
               linear_cross_entropy_product_chunked),
         KL_OP("linear_cross_entropy_add_product.chunked(Tensor input, Tensor other, Tensor(a!) output,"
-              " bool allow_tf32) -> ()",
+              " bool allow_tf32, bool by_tma) -> ()",
               linear_cross_entropy_add_product_chunked),
         KL_OP("linear_cross_entropy_sum.chunked(Tensor losses, Tensor target, Tensor(a!) output, Tensor(b!) count,"
               " int ignore_index, bool mean) -> ()",

@@ -296,7 +296,7 @@ void linear_cross_entropy_product_chunked(const Tensor& input, const Tensor& oth
                                           const std::string& rung, bool allow_tf32, int64_t tile_m, int64_t tile_n,
                                           int64_t splits, bool pair);
 void linear_cross_entropy_add_product_chunked(const Tensor& input, const Tensor& other, const Tensor& output,
-                                              bool allow_tf32);
+                                              bool allow_tf32, bool by_tma);
 void linear_cross_entropy_sum_chunked(const Tensor& losses, const Tensor& target, const Tensor& output,
                                       const Tensor& count, int64_t ignore_index, bool mean);
 void linear_cross_entropy_scale_chunked(const Tensor& sums, const Tensor& grad, const Tensor& count,
