@@ -433,7 +433,11 @@ void matmul_mma_attributes(std::vector<KernelAttributes>& attributes, ScalarType
         attributes.push_back(kernel_attributes<matmul_mma_kernel<T, Small, ALONG_K, ALONG_X>>(
             "matmul.mma small", Small::THREADS, Small::SHARED));
         attributes.push_back(kernel_attributes<linear_cross_entropy_chunked_add_mma_kernel<T, Small, ALONG_X>>(
-            "linear_cross_entropy.chunked (add, mma)", Small::THREADS, Small::SHARED));
+            "linear_cross_entropy.chunked (add, mma small)", Small::THREADS, Small::SHARED));
+        if constexpr (sizeof(T) == 2) {
+            attributes.push_back(kernel_attributes<linear_cross_entropy_chunked_add_mma_kernel<T, Large, ALONG_X>>(
+                "linear_cross_entropy.chunked (add, mma)", Large::THREADS, Large::SHARED));
+        }
     });
 }
 
