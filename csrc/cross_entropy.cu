@@ -181,9 +181,10 @@ struct RowGradient {
     }
 };
 
-template <typename T, bool DENSE>
+/// Each element of `input` is read by the thread that writes it in `grad_input`, before it does: the two may be one.
+template <typename T, bool DENSE, typename Grad = T>
 __global__ void __launch_bounds__(ENTROPY_THREADS, DENSE ? 4 : 2)
-    cross_entropy_backward_online_kernel(T* grad_input, const T* grad, const T* input, const int64_t* target,
+    cross_entropy_backward_online_kernel(T* grad_input, const Grad* grad, const T* input, const int64_t* target,
                                          const float* stats, const float* count, unsigned blocks_a_row,
                                          __grid_constant__ const Entropy entropy) {
     constexpr int SIZE = Vec<T>::size;
@@ -392,6 +393,87 @@ Tensor cross_entropy_backward_online(const Tensor& grad, const Tensor& input, co
     });
     KL_LAUNCH_CHECK();
     return grad_input;
+}
+
+namespace {
+
+/// Checks a chunk's logits, whose rows may be padded, and what else both of its passes take.
+Entropy describe_chunk(const Tensor& logits, const Tensor& target, const Tensor& stats, const RowLayout& layout,
+                       int64_t ignore_index, double label_smoothing, double z_loss, const char* op) {
+    const Entropy entropy = describe(logits, target, layout, "none", ignore_index, label_smoothing, z_loss, op);
+    KL_CHECK(logits.dim() == 2 && entropy.in_rows.stride == 1, op,
+             ": argument `logits` must be a matrix with classes side by side");
+    KL_CHECK(stats.is_cuda() && stats.get_device_index() == logits.get_device_index() && stats.is_contiguous() &&
+                 stats.scalar_type() == ScalarType::Float && stats.numel() == 2 * entropy.rows,
+             op, ": argument `stats` must be two float32 numbers for each row");
+    return entropy;
+}
+
+/// Checks the losses of a chunk's rows, or their gradients.
+void check_losses(const Tensor& losses, const Tensor& logits, const Tensor& target, const char* op, const char* name) {
+    KL_CHECK(losses.is_cuda() && losses.get_device_index() == logits.get_device_index(), op, ": argument `", name,
+             "` must be on the device of `logits`");
+    KL_CHECK(losses.scalar_type() == ScalarType::Float || losses.scalar_type() == logits.scalar_type(), op,
+             ": argument `", name, "` must have dtype float32 or that of `logits`");
+    check_same_shape(losses, target, op, name);
+}
+
+/// Calls f(T{}, Loss{}) with the types of logits and of their losses.
+template <typename F>
+void dispatch_losses(const Tensor& logits, const Tensor& losses, const char* op, F&& f) {
+    dispatch(logits.scalar_type(), op,
+             [&](auto zero) { losses.scalar_type() == ScalarType::Float ? f(zero, float{}) : f(zero, zero); });
+}
+
+}  // namespace
+
+void linear_cross_entropy_chunked(const Tensor& logits, const Tensor& target, const Tensor& losses, const Tensor& stats,
+                                  int64_t ignore_index, double label_smoothing, double z_loss) {
+    const char* const op = "linear_cross_entropy";
+    check_cuda(logits, op, "logits");
+    check_losses(losses, logits, target, op, "losses");
+    const Launch launch(logits);
+    const RowLayout layout(logits, 1, op, true);
+    const Entropy entropy = describe_chunk(logits, target, stats, layout, ignore_index, label_smoothing, z_loss, op);
+    KL_CHECK(losses.is_contiguous(), op, ": argument `losses` must be dense");
+    if (entropy.rows == 0) return;
+    dispatch_losses(logits, losses, op, [&](auto zero, auto loss) {
+        using T = decltype(zero);
+        using Loss = decltype(loss);
+        const RowLaunch shape = entropy_launch(layout.chunks<T>());
+        with_constant(label_smoothing != 0.0, [&](auto smoothed) {
+            launch_rows(cross_entropy_online_kernel<T, Loss, smoothed(), true>, shape, shape.grid(entropy.rows), 0,
+                        launch, pointer<Loss>(losses), pointer<float>(stats), pointer<const T>(logits),
+                        pointer<const int64_t>(target), entropy);
+        });
+    });
+    KL_LAUNCH_CHECK();
+}
+
+void linear_cross_entropy_backward_chunked(const Tensor& grad, const Tensor& target, const Tensor& stats,
+                                           const Tensor& logits, int64_t ignore_index, double label_smoothing,
+                                           double z_loss) {
+    const char* const op = "linear_cross_entropy_backward";
+    check_cuda(logits, op, "logits");
+    check_losses(grad, logits, target, op, "grad");
+    const Launch launch(logits);
+    const RowLayout layout(logits, 1, op, true);
+    Entropy entropy = describe_chunk(logits, target, stats, layout, ignore_index, label_smoothing, z_loss, op);
+    if (entropy.rows == 0) return;
+    entropy.out_rows = entropy.in_rows;
+    entropy.grads = collapse(grad.sizes().data(), grad.strides().data(), grad.dim(), op);
+    dispatch_losses(logits, grad, op, [&](auto zero, auto of_grad) {
+        using T = decltype(zero);
+        using Grad = decltype(of_grad);
+        const RowLaunch shape = entropy_launch(layout.chunks<T>());
+        const int64_t of_block = int64_t{shape.threads} * ROW_VECTORS;
+        const int64_t blocks_a_row = ceil_div(layout.chunks<T>(), of_block);
+        launch_rows(cross_entropy_backward_online_kernel<T, true, Grad>, shape,
+                    grid_size(ceil_div(entropy.rows, shape.rows) * blocks_a_row), 0, launch, pointer<T>(logits),
+                    pointer<const Grad>(grad), pointer<const T>(logits), pointer<const int64_t>(target),
+                    pointer<const float>(stats), static_cast<const float*>(nullptr), grid_size(blocks_a_row), entropy);
+    });
+    KL_LAUNCH_CHECK();
 }
 
 void cross_entropy_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {

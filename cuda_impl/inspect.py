@@ -50,6 +50,7 @@ _PASSES = {
     "attention_flash_delta_kernel": ("backward",),
     "attention_flash_query_kernel": ("backward",),
     "attention_flash_key_kernel": ("backward",),
+    "linear_cross_entropy_chunked_scale_kernel": ("backward",),
 }
 
 
@@ -84,8 +85,13 @@ _BACKWARD_OF: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-#: Kernels that are no templates.
-_OF_FLOAT32 = frozenset(f"matmul_{step}_kernel" for step in ("thread_tile", "vectorized", "double_buffered"))
+#: Kernels whose templates, if they are any, do not name the dtype.
+_OF_FLOAT32 = frozenset(
+    (
+        *(f"matmul_{step}_kernel" for step in ("thread_tile", "vectorized", "double_buffered")),
+        "linear_cross_entropy_chunked_add_registers_kernel",
+    )
+)
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,25 @@ const std::vector<Schema>& schemas() {
         KL_OP("cross_entropy_backward.online(Tensor grad, Tensor input, Tensor target, Tensor stats, Tensor count,"
               " str reduction, int ignore_index, float label_smoothing, float z_loss) -> Tensor",
               cross_entropy_backward_online),
+        // A chunk's rows: these operators write to arguments, which are views of what the whole call allocates.
+        KL_OP("linear_cross_entropy.chunked(Tensor logits, Tensor target, Tensor(a!) losses, Tensor(b!) stats,"
+              " int ignore_index, float label_smoothing, float z_loss) -> ()",
+              linear_cross_entropy_chunked),
+        KL_OP("linear_cross_entropy_backward.chunked(Tensor grad, Tensor target, Tensor stats, Tensor(a!) logits,"
+              " int ignore_index, float label_smoothing, float z_loss) -> ()",
+              linear_cross_entropy_backward_chunked),
+        KL_OP("linear_cross_entropy_product.chunked(Tensor input, Tensor other, Tensor(a!) output, str rung,"
+              " bool allow_tf32, int tile_m, int tile_n, int splits, bool pair) -> ()",
+              linear_cross_entropy_product_chunked),
+        KL_OP("linear_cross_entropy_add_product.chunked(Tensor input, Tensor other, Tensor(a!) output,"
+              " bool allow_tf32, bool by_tma) -> ()",
+              linear_cross_entropy_add_product_chunked),
+        KL_OP("linear_cross_entropy_sum.chunked(Tensor losses, Tensor target, Tensor(a!) output, Tensor(b!) count,"
+              " int ignore_index, bool mean) -> ()",
+              linear_cross_entropy_sum_chunked),
+        KL_OP("linear_cross_entropy_scale.chunked(Tensor sums, Tensor grad, Tensor count, Tensor(a!) output,"
+              " bool mean) -> ()",
+              linear_cross_entropy_scale_chunked),
         // The rungs from `registers` on share the backward pass of that name.
         KL_NORM(layer_norm, naive, KL_LAYER_NORM),
         KL_NORM(layer_norm, block, KL_LAYER_NORM),
@@ -338,6 +357,7 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     swiglu_kernel_attributes(attributes, dtype);
     rope_kernel_attributes(attributes, dtype);
     cross_entropy_kernel_attributes(attributes, dtype);
+    linear_cross_entropy_kernel_attributes(attributes, dtype);
     layer_norm_kernel_attributes(attributes, dtype);
     rms_norm_kernel_attributes(attributes, dtype);
     add_rms_norm_kernel_attributes(attributes, dtype);

@@ -285,6 +285,24 @@ Tensor cross_entropy_backward_online(const Tensor& grad, const Tensor& input, co
                                      double label_smoothing, double z_loss);
 void cross_entropy_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
+// cross_entropy.cu, linear_cross_entropy.cu: each writes to the arguments after its inputs. The loss of a chunk's logits,
+// and its gradient over these; a product, and one that adds; the sum or mean of losses; gradients times that of the result
+void linear_cross_entropy_chunked(const Tensor& logits, const Tensor& target, const Tensor& losses, const Tensor& stats,
+                                  int64_t ignore_index, double label_smoothing, double z_loss);
+void linear_cross_entropy_backward_chunked(const Tensor& grad, const Tensor& target, const Tensor& stats,
+                                           const Tensor& logits, int64_t ignore_index, double label_smoothing,
+                                           double z_loss);
+void linear_cross_entropy_product_chunked(const Tensor& input, const Tensor& other, const Tensor& output,
+                                          const std::string& rung, bool allow_tf32, int64_t tile_m, int64_t tile_n,
+                                          int64_t splits, bool pair);
+void linear_cross_entropy_add_product_chunked(const Tensor& input, const Tensor& other, const Tensor& output,
+                                              bool allow_tf32, bool by_tma);
+void linear_cross_entropy_sum_chunked(const Tensor& losses, const Tensor& target, const Tensor& output,
+                                      const Tensor& count, int64_t ignore_index, bool mean);
+void linear_cross_entropy_scale_chunked(const Tensor& sums, const Tensor& grad, const Tensor& count,
+                                        const Tensor& output, bool mean);
+void linear_cross_entropy_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+
 // linear.cu, matmul/: output, and what stood before the bias where `keep`, else a tensor of no elements.
 std::tuple<Tensor, Tensor> linear_naive(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                         const std::string& activation, bool keep);

@@ -37,7 +37,7 @@ struct AsTorch<std::optional<Tensor>> {
     }
 };
 
-// Leaves an operator's results on the stack: one tensor or several.
+// Leaves an operator's results on the stack: one tensor or several, or none where it writes to its arguments.
 inline void leave(StableIValue* stack, const Tensor& result) {
     *stack = torch::stable::detail::from(TorchTensor::theirs(result));
 }
@@ -47,6 +47,8 @@ void leave(StableIValue* stack, const std::tuple<Results...>& results) {
 }
 template <typename Result>
 constexpr uint64_t RESULTS = 1;
+template <>
+inline constexpr uint64_t RESULTS<void> = 0;
 template <typename... Results>
 constexpr uint64_t RESULTS<std::tuple<Results...>> = sizeof...(Results);
 
@@ -58,7 +60,11 @@ void call_boxed(Result (*function)(Parameters...), StableIValue* stack, uint64_t
              " arguments and ", results, " results, its function ", sizeof...(I), " and ", RESULTS<Result>);
     std::tuple<std::decay_t<Parameters>...> values{AsTorch<std::decay_t<Parameters>>::ours(
         torch::stable::detail::to<typename AsTorch<std::decay_t<Parameters>>::type>(stack[I]))...};
-    leave(stack, std::apply(function, values));
+    if constexpr (std::is_void_v<Result>) {
+        std::apply(function, values);
+    } else {
+        leave(stack, std::apply(function, values));
+    }
 }
 template <typename Result, typename... Parameters>
 [[gnu::noinline]] void call_boxed(Result (*function)(Parameters...), StableIValue* stack, uint64_t arguments,

@@ -31,6 +31,22 @@ __device__ inline void store_run(T* to, const float (&x)[N], int64_t left, bool 
     }
 }
 
+// N neighbouring values, zeros past the first `left`: one load where all are inside, and it would be aligned.
+template <int N, typename T>
+__device__ inline void load_run(float (&x)[N], const T* from, int64_t left, bool aligned) {
+    struct alignas(N * sizeof(T)) Run {
+        T elements[N];
+    };
+    if (aligned && left >= N) {
+        const Run run = *reinterpret_cast<const Run*>(from);
+#pragma unroll
+        for (int e = 0; e < N; ++e) x[e] = to_float(run.elements[e]);
+    } else {
+#pragma unroll
+        for (int e = 0; e < N; ++e) x[e] = e < left ? to_float(from[e]) : 0.0f;
+    }
+}
+
 // The product as it is.
 struct Identity {
     template <int N>
@@ -45,6 +61,32 @@ struct Identity {
     template <int N>
     __device__ Columns<N> columns(int64_t, int64_t left) const {
         return {left};
+    }
+};
+
+// Adds the product to `sums`, laid out as the output, which may have a wider type than the operands; the kernel's own
+// output is not used. Each sum is rounded once a product, and has one thread, so that every run gives the same bits.
+template <typename Sum>
+struct AddTo {
+    Sum* sums;
+
+    template <int N>
+    struct Columns {
+        Sum* sums;
+        int64_t left;
+
+        template <typename T>
+        __device__ void store(T*, int64_t offset, const float (&x)[N], bool aligned) const {
+            float total[N];
+            load_run(total, sums + offset, left, aligned);
+#pragma unroll
+            for (int e = 0; e < N; ++e) total[e] += x[e];
+            store_run(sums + offset, total, left, aligned);
+        }
+    };
+    template <int N>
+    __device__ Columns<N> columns(int64_t, int64_t left) const {
+        return {sums, left};
     }
 };
 

@@ -103,22 +103,31 @@ bool worth_sharing(const Tiled& p, int64_t k_tiles, int64_t workers);
 // `persistent`'s kernel with plain loads, for operands that TMA cannot read: every rung here uses it.
 void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on);
 void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on, bool share);
+// `stream_k`'s launch of that kernel, and that of `split_k` with a tile of its own.
+void launch_stream_k(const HopperCall& call, ScalarType dtype, const Launch& on);
+struct SplitKPlan {
+    int64_t rows, columns;  // of a tile
+    int64_t splits;         // blocks that share the K of one
+    bool pair;
+};
+void launch_split_k(HopperCall call, ScalarType dtype, const Launch& on, const SplitKPlan& asked);
 
 // Runs a call of a rung: `by_tma(call, launch)` launches it where TMA can read both operands, or copies of them.
 template <typename F>
-Tensor run_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step, F&& by_tma) {
-    HopperCall call = prepare_hopper(prepare(input, other), input, other, allow_tf32, "matmul", step);
-    if (call.done()) return call.output;
+void run_hopper(HopperCall& call, const Tensor& input, F&& by_tma) {
+    if (call.done()) return;
     const Launch on(input);
     const ScalarType dtype = input.scalar_type();
-    if (call.by_tma()) {
-        by_tma(call, on);
-        return call.output;
-    }
+    if (call.by_tma()) return by_tma(call, on);
     chunked_copy(call, dtype, on, [&](HopperCall& part) {
         const Tensor copies = pad_operands(&part, dtype, on);
         part.by_tma() ? by_tma(part, on) : launch_plain(part, dtype, on);
     });
+}
+template <typename F>
+Tensor run_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step, F&& by_tma) {
+    HopperCall call = prepare_hopper(prepare(input, other), input, other, allow_tf32, "matmul", step);
+    run_hopper(call, input, by_tma);
     return call.output;
 }
 

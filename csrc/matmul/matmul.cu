@@ -4,7 +4,11 @@
 
 namespace kl {
 
-Call prepare(const Tensor& input, const Tensor& other, bool transposed, const char* op, const char* other_name) {
+namespace {
+
+// `prepare`, with the output where it is given, else with one of its own.
+Call described(const Tensor& input, const Tensor& other, bool transposed, const char* op, const char* other_name,
+               const Tensor* given) {
     check_cuda(input, op, "input");
     check_like(other, input, op, other_name);
     // Each accessor is a call into PyTorch: sizes and strides are fetched once.
@@ -58,6 +62,7 @@ Call prepare(const Tensor& input, const Tensor& other, bool transposed, const ch
         p.a_batch[p.batch_dims] = a_stride;
         p.b_batch[p.batch_dims++] = b_stride;
     }
+    if (given != nullptr) return {p, *given};
     int64_t dim = batch_dims;
     const int64_t rows = p.M;
     if (a_dim > 1) shape[dim++] = rows;
@@ -77,6 +82,25 @@ Call prepare(const Tensor& input, const Tensor& other, bool transposed, const ch
         stride *= std::max<int64_t>(shape[d], 1);
     }
     return {p, empty_strided(input, input.scalar_type(), shape, strides, dim)};
+}
+
+}  // namespace
+
+Call prepare(const Tensor& input, const Tensor& other, bool transposed, const char* op, const char* other_name) {
+    return described(input, other, transposed, op, other_name, nullptr);
+}
+
+Call prepare_into(const Tensor& output, const Tensor& input, const Tensor& other, const char* op) {
+    KL_CHECK(input.dim() == 2 && other.dim() == 2 && output.dim() == 2, op, ": every operand must be a matrix");
+    const Call call = described(input, other, false, op, "other", &output);
+    const auto& [p, c] = call;
+    KL_CHECK(c.is_cuda() && c.get_device_index() == input.get_device_index(), op,
+             ": argument `output` must be on the device of `input`");
+    KL_CHECK(c.size(0) == p.M && c.size(1) == p.N, op, ": argument `output` must have ", p.M, " rows and ", p.N,
+             " columns, got ", c.size(0), " and ", c.size(1));
+    KL_CHECK((p.N == 1 || c.stride(1) == 1) && (p.M == 1 || c.stride(0) >= p.N), op,
+             ": argument `output` must have columns side by side");
+    return call;
 }
 
 }  // namespace kl

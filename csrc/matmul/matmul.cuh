@@ -51,7 +51,7 @@ struct Product {
     }
 };
 
-// A checked call: the product, and its output, allocated.
+// A checked call: the product, and its output, allocated or given.
 struct Call {
     Product product;
     Tensor output;
@@ -62,5 +62,15 @@ struct Call {
 // fit, so that no kernel reads out of bounds; the messages name them `other_name` and `input` of `op`.
 Call prepare(const Tensor& input, const Tensor& other, bool transposed = false, const char* op = "matmul",
              const char* other_name = "other");
+
+// The same of two matrices and an output that is given: (M, N), columns side by side, of any dtype.
+Call prepare_into(const Tensor& output, const Tensor& input, const Tensor& other, const char* op);
+
+// `mma`'s and `registers`'s kernels, and those that add to the output instead of writing it. The output is dense: `mma`
+// adds to float16 or bfloat16 operands' sums of float32 or of their own dtype, `registers` to float32 alone.
+void multiply_mma(const Call& call, const Tensor& input, const Tensor& other, bool allow_tf32, const char* op);
+void add_mma(const Call& call, const Tensor& input, const Tensor& other, bool allow_tf32, const char* op);
+void multiply_registers(const Call& call, const Tensor& input, const Tensor& other);
+void add_registers(const Call& call, const Tensor& input, const Tensor& other);
 
 }  // namespace kl

@@ -281,6 +281,17 @@ __global__ void __launch_bounds__(S::THREADS)
     multiply<T, S, LAYOUT, LAYOUT>(c, a, b, p, epilogue);
 }
 
+// The gradient of a weight, added up over chunks of rows. Sums of float16 operands are float32.
+template <typename T>
+using SumOf = std::conditional_t<std::is_same_v<T, half>, float, T>;
+
+template <typename T, typename S, Layout LAYOUT>
+__global__ void __launch_bounds__(S::THREADS)
+    linear_cross_entropy_chunked_add_mma_kernel(T*, const T* a, const T* b, __grid_constant__ const Product p,
+                                                __grid_constant__ const AddTo<SumOf<T>> sums) {
+    multiply<T, S, LAYOUT, LAYOUT>(static_cast<T*>(nullptr), a, b, p, sums);
+}
+
 // ---- host ----------------------------------------------------------------------------------------------------------
 
 // How an operand can be read: 16 bytes at a time along k or along x, or not. An axis of one element has no stride.
@@ -335,20 +346,55 @@ bool large_tiles(const char* op, const Product& p, ScalarType dtype, bool allow_
 
 }  // namespace
 
-Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32) {
-    auto [p, output] = prepare(input, other);
-    if (p.batches * p.M * p.N == 0) return output;
+void multiply_mma(const Call& call, const Tensor& input, const Tensor& other, bool allow_tf32, const char* op) {
+    const Product& p = call.product;
+    if (p.batches * p.M * p.N == 0) return;
     const Launch on(input);
-    const bool large = large_tiles("matmul", p, input.scalar_type(), allow_tf32, on);
-    dispatch(input.scalar_type(), "matmul", [&, &p = p, &output = output](auto zero) {
+    const bool large = large_tiles(op, p, input.scalar_type(), allow_tf32, on);
+    dispatch(input.scalar_type(), op, [&](auto zero) {
         using T = decltype(zero);
-        auto* c = static_cast<T*>(output.data_ptr());
+        auto* c = static_cast<T*>(call.output.data_ptr());
         const auto* a = static_cast<const T*>(input.data_ptr());
         const auto* b = static_cast<const T*>(other.data_ptr());
         large ? launch_matmul<T, Large>(c, a, b, p, on) : launch_matmul<T, Small>(c, a, b, p, on);
     });
     KL_LAUNCH_CHECK();
-    return output;
+}
+
+Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32) {
+    const Call call = prepare(input, other);
+    multiply_mma(call, input, other, allow_tf32, "matmul");
+    return call.output;
+}
+
+// Chunks of gradients and inputs both lie along x; other operands are gathered. tf32 has the smaller tiles alone: of two
+// operands along x the larger ones spill a register.
+void add_mma(const Call& call, const Tensor& input, const Tensor& other, bool allow_tf32, const char* op) {
+    const Product& p = call.product;
+    if (p.batches * p.M * p.N == 0) return;
+    const Launch on(input);
+    const bool large = large_tiles(op, p, input.scalar_type(), allow_tf32, on);
+    dispatch(input.scalar_type(), op, [&](auto zero) {
+        using T = decltype(zero);
+        const AddTo<SumOf<T>> sums{static_cast<SumOf<T>*>(call.output.data_ptr())};
+        const auto* a = static_cast<const T*>(input.data_ptr());
+        const auto* b = static_cast<const T*>(other.data_ptr());
+        T* const none = nullptr;
+        constexpr Layout ALONG_X = Layout::ALONG_X, GATHERED = Layout::GATHERED;
+        if (layout_of<T>(a, p.M, p.a_m, p.K, p.a_k, p, p.a_batch) != ALONG_X ||
+            layout_of<T>(b, p.N, p.b_n, p.K, p.b_k, p, p.b_batch) != ALONG_X) {
+            return launch<Small, linear_cross_entropy_chunked_add_mma_kernel<T, Small, GATHERED>>(none, a, b, p, on,
+                                                                                                  sums);
+        }
+        if constexpr (sizeof(T) == 2) {
+            if (large) {
+                return launch<Large, linear_cross_entropy_chunked_add_mma_kernel<T, Large, ALONG_X>>(none, a, b, p, on,
+                                                                                                     sums);
+            }
+        }
+        launch<Small, linear_cross_entropy_chunked_add_mma_kernel<T, Small, ALONG_X>>(none, a, b, p, on, sums);
+    });
+    KL_LAUNCH_CHECK();
 }
 
 // Input and weight along k, as a layer has them; anything else is gathered, by the smaller tiles alone.
@@ -386,6 +432,12 @@ void matmul_mma_attributes(std::vector<KernelAttributes>& attributes, ScalarType
             "matmul.mma", Large::THREADS, Large::SHARED));
         attributes.push_back(kernel_attributes<matmul_mma_kernel<T, Small, ALONG_K, ALONG_X>>(
             "matmul.mma small", Small::THREADS, Small::SHARED));
+        attributes.push_back(kernel_attributes<linear_cross_entropy_chunked_add_mma_kernel<T, Small, ALONG_X>>(
+            "linear_cross_entropy.chunked (add, mma small)", Small::THREADS, Small::SHARED));
+        if constexpr (sizeof(T) == 2) {
+            attributes.push_back(kernel_attributes<linear_cross_entropy_chunked_add_mma_kernel<T, Large, ALONG_X>>(
+                "linear_cross_entropy.chunked (add, mma)", Large::THREADS, Large::SHARED));
+        }
     });
 }
 

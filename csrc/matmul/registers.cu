@@ -264,6 +264,15 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 2)
     multiply<T, true, true, VECTORIZED>(c, a, b, p, epilogue);
 }
 
+// The gradient of a weight, added up over chunks of rows.
+template <bool VECTORIZED>
+__global__ void __launch_bounds__(BLOCK_THREADS, 2)
+    linear_cross_entropy_chunked_add_registers_kernel(float*, const float* a, const float* b,
+                                                      __grid_constant__ const Product p,
+                                                      __grid_constant__ const AddTo<float> sums) {
+    multiply<float, false, false, VECTORIZED>(static_cast<float*>(nullptr), a, b, p, sums);
+}
+
 // Whether every 16-byte run along the stride-1 axis begins at a multiple of 16 bytes, and 32 bits count a tile's bytes.
 constexpr int64_t MAX_STRIDE = int64_t{1} << 22;
 template <typename T>
@@ -314,13 +323,13 @@ void launch_matmul(T* c, const T* a, const T* b, const Product& p, const Launch&
 
 }  // namespace
 
-Tensor matmul_registers(const Tensor& input, const Tensor& other) {
-    auto [p, output] = prepare(input, other);
-    if (p.batches * p.M * p.N == 0) return output;
+void multiply_registers(const Call& call, const Tensor& input, const Tensor& other) {
+    const Product& p = call.product;
+    if (p.batches * p.M * p.N == 0) return;
     const Launch on(input);
-    dispatch(input.scalar_type(), "matmul", [&, &p = p, &output = output](auto zero) {
+    dispatch(input.scalar_type(), "matmul", [&](auto zero) {
         using T = decltype(zero);
-        auto* c = static_cast<T*>(output.data_ptr());
+        auto* c = static_cast<T*>(call.output.data_ptr());
         const auto* a = static_cast<const T*>(input.data_ptr());
         const auto* b = static_cast<const T*>(other.data_ptr());
         const bool a_along_k = p.a_k <= p.a_m || p.M == 1, b_along_k = p.b_k < p.b_n || p.N == 1;
@@ -331,7 +340,28 @@ Tensor matmul_registers(const Tensor& input, const Tensor& other) {
         }
     });
     KL_LAUNCH_CHECK();
-    return output;
+}
+
+Tensor matmul_registers(const Tensor& input, const Tensor& other) {
+    const Call call = prepare(input, other);
+    multiply_registers(call, input, other);
+    return call.output;
+}
+
+void add_registers(const Call& call, const Tensor& input, const Tensor& other) {
+    const Product& p = call.product;
+    if (p.batches * p.M * p.N == 0) return;
+    const Launch on(input);
+    const auto* a = static_cast<const float*>(input.data_ptr());
+    const auto* b = static_cast<const float*>(other.data_ptr());
+    const AddTo<float> sums{static_cast<float*>(call.output.data_ptr())};
+    float* const none = nullptr;
+    if (is_whole<float, false, false>(a, b, p)) {
+        launch<linear_cross_entropy_chunked_add_registers_kernel<true>>(none, a, b, p, on, sums);
+    } else {
+        launch<linear_cross_entropy_chunked_add_registers_kernel<false>>(none, a, b, p, on, sums);
+    }
+    KL_LAUNCH_CHECK();
 }
 
 // Walks both operands along k: right for any strides, fast for those of a layer.
@@ -363,6 +393,9 @@ void matmul_registers_attributes(std::vector<KernelAttributes>& attributes, Scal
         attributes.push_back(kernel_attributes<matmul_registers_kernel<T, true, false, true>>(
             "matmul.registers", BLOCK_THREADS, SHARED<T>));
     });
+    if (dtype != ScalarType::Float) return;
+    attributes.push_back(kernel_attributes<linear_cross_entropy_chunked_add_registers_kernel<true>>(
+        "linear_cross_entropy.chunked (add, registers)", BLOCK_THREADS, SHARED<float>));
 }
 
 }  // namespace kl

@@ -207,12 +207,6 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
 #endif
 }
 
-// The tile, and how many blocks share its K.
-struct Plan {
-    int64_t rows, columns, splits;
-    bool pair;
-};
-
 // Lowers the TMA box of a K-major operand that has fewer rows than a panel. Each row of a box outside the operand costs
 // TMA four cycles or more. In an MN-major operand the rows of a box are k, which must arrive as zeros.
 template <Major MAJOR>
@@ -244,30 +238,33 @@ int log2_of(int64_t x) {
 
 }  // namespace
 
+void launch_split_k(HopperCall call, ScalarType dtype, const Launch& on, const SplitKPlan& asked) {
+    KL_CHECK(asked.splits == 1 || asked.splits == 2 || asked.splits == 4 || asked.splits == MAX_SPLITS,
+             "matmul: split_k needs `splits` of 1, 2, 4 or 8, got ", asked.splits);
+    const std::optional<Tensor> copy = transpose_small_a(&call, dtype, on);
+    dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
+        using T = decltype(zero);
+        constexpr Major A = a_major(), B = b_major();
+        KL_CHECK(asked.splits <= ceil_div(call.tiled.K, BLOCK_K<T>), "matmul: split_k has more splits than tiles of K");
+        SplitKPlan plan = asked;
+        plan.pair = asked.pair && A == Major::MN;  // a copy of A may lie along K, where a pair has no kernel
+        bool launched = false;
+        each_tile([&](auto tile) {
+            using Tile = decltype(tile);
+            if (plan.rows != Tile::BM || plan.columns != Tile::BN || plan.pair != Tile::PAIR) return;
+            if constexpr (SUITS<Tile, A>) {
+                launch_split<Tile, T, A, B>(call, log2_of(plan.splits), copy.has_value(), on);
+                launched = true;
+            }
+        });
+        KL_CHECK(launched, "matmul: split_k has no tile of ", asked.rows, "x", asked.columns);
+    });
+}
+
 Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32, int64_t tile_m, int64_t tile_n,
                       int64_t splits, bool pair) {
-    const ScalarType dtype = input.scalar_type();
-    KL_CHECK(splits == 1 || splits == 2 || splits == 4 || splits == MAX_SPLITS,
-             "matmul: split_k needs `splits` of 1, 2, 4 or 8, got ", splits);
-    return run_hopper(input, other, allow_tf32, "split_k", [&](HopperCall call, const Launch& on) {
-        const std::optional<Tensor> copy = transpose_small_a(&call, dtype, on);
-        dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
-            using T = decltype(zero);
-            constexpr Major A = a_major(), B = b_major();
-            KL_CHECK(splits <= ceil_div(call.tiled.K, BLOCK_K<T>), "matmul: split_k has more splits than tiles of K");
-            // A copy of A may lie along K, where a pair has no kernel.
-            const Plan plan{tile_m, tile_n, splits, pair && A == Major::MN};
-            bool launched = false;
-            each_tile([&](auto tile) {
-                using Tile = decltype(tile);
-                if (plan.rows != Tile::BM || plan.columns != Tile::BN || plan.pair != Tile::PAIR) return;
-                if constexpr (SUITS<Tile, A>) {
-                    launch_split<Tile, T, A, B>(call, log2_of(plan.splits), copy.has_value(), on);
-                    launched = true;
-                }
-            });
-            KL_CHECK(launched, "matmul: split_k has no tile of ", tile_m, "x", tile_n);
-        });
+    return run_hopper(input, other, allow_tf32, "split_k", [&](const HopperCall& call, const Launch& on) {
+        launch_split_k(call, input.scalar_type(), on, {tile_m, tile_n, splits, pair});
     });
 }
 

@@ -26,9 +26,13 @@ bool shares(const HopperCall& call, ScalarType dtype, const Launch& on) {
 
 }  // namespace
 
+void launch_stream_k(const HopperCall& call, ScalarType dtype, const Launch& on) {
+    launch_persistent(call, dtype, on, shares(call, dtype, on));
+}
+
 Tensor matmul_stream_k(const Tensor& input, const Tensor& other, bool allow_tf32) {
     return run_hopper(input, other, allow_tf32, "stream_k", [&](const HopperCall& call, const Launch& on) {
-        launch_persistent(call, input.scalar_type(), on, shares(call, input.scalar_type(), on));
+        launch_stream_k(call, input.scalar_type(), on);
     });
 }
 

@@ -48,15 +48,16 @@ struct OutputTarget {
     bool by_tma;
 };
 
-// Stores a warpgroup's 64×64 outputs through a panel of shared memory. Every second call uses the same panel.
-template <typename T>
+// Stores a warpgroup's 64×64 outputs through a panel of shared memory. Every second call uses the same panel. ADD: adds
+// them to the outputs instead, which TMA must be able to address.
+template <typename T, bool ADD = false>
 __device__ inline void store_columns(const float (&d)[PANEL_X / 2], const OutputTarget<T>& to, const Tiled& p,
                                      uint32_t panel, int batch, int m0, int n0) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x % WARPGROUP / WARP, group = threadIdx.x / WARPGROUP;
     const bool leader = threadIdx.x % WARPGROUP == 0;
     // Lane 8i + r names row r of square i: rows 0–7 and 8–15 of eight columns, then of the next eight.
     const int row = warp * 16 + lane % 16, square = lane / 16;
-    if (to.by_tma) {
+    if (ADD || to.by_tma) {
         if (leader) tma_store_wait_read<1>();  // the panel's last box has left
         named_barrier_sync(group, WARPGROUP);
     } else {
@@ -68,11 +69,11 @@ __device__ inline void store_columns(const float (&d)[PANEL_X / 2], const Output
                  pack_pair<T>(d[j * 4 + 2], d[j * 4 + 3]), pack_pair<T>(d[j * 4 + 4], d[j * 4 + 5]),
                  pack_pair<T>(d[j * 4 + 6], d[j * 4 + 7]));
     }
-    if (to.by_tma) {
+    if (ADD || to.by_tma) {
         fence_async_shared();
         named_barrier_sync(group, WARPGROUP);
         if (leader) {
-            tma_store(to.map, panel, n0, m0, batch);
+            ADD ? tma_add(to.map, panel, n0, m0, batch) : tma_store(to.map, panel, n0, m0, batch);
             tma_store_commit();
         }
     } else {

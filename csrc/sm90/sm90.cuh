@@ -214,6 +214,14 @@ KL_TMA_STORE("4", "%2, %3, %4, %5", KL_INTS(int c0, int c1, int c2, int c3), "r"
 KL_TMA_STORE("5", "%2, %3, %4, %5, %6", KL_INTS(int c0, int c1, int c2, int c3, int c4), "r"(c0), "r"(c1), "r"(c2),
              "r"(c3), "r"(c4))
 #undef KL_TMA_STORE
+
+/// The same, but adds to the tensor's elements, in its dtype. The L2 adds atomically.
+__device__ inline void tma_add(const CUtensorMap& map, uint32_t shared, int c0, int c1, int c2) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+        "r"(shared), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
+}
 #undef KL_INTS
 
 __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

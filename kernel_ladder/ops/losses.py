@@ -93,8 +93,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """``cross_entropy(input · linear_weightᵀ, target)``, as ``torch.nn.functional.linear_cross_entropy``.
 
-    The triton level computes the logits one chunk of rows at a time, so that memory never holds them whole. It computes
-    both gradients in the forward pass. The torch, compile and xla levels hold them.
+    The triton and cuda levels compute the logits one chunk of rows at a time, so that memory never holds them whole.
+    They compute both gradients in the forward pass. The torch, compile and xla levels hold the logits.
 
     Args:
         input: ``(K,)`` or ``(N, K)``; any strides; float16, bfloat16, float32 (float64 at the torch, compile and xla
@@ -111,7 +111,8 @@ def linear_cross_entropy(
     Returns:
         A tensor of the inputs' dtype: a scalar, or for ``"none"`` the shape of `target`. Logits are rounded to the
         inputs' dtype, and the loss is computed in float32 or wider. Differentiable once, in `input` and
-        `linear_weight`; the triton level rounds the weight's gradient once a chunk, of which there are at most twelve.
+        `linear_weight`; the triton and cuda levels round the weight's gradient once or twice a chunk, of which there
+        are at most twelve.
 
     Raises:
         IndexError: as :func:`cross_entropy`.

@@ -377,6 +377,7 @@ INSTRUCTIONS = [
     ("linear", "cuda.mma", r"HMMA\.16816\.F32\.BF16"),
     ("linear", "cuda.persistent", r"HGMMA\.64x256x16\.F32\.BF16"),
     ("linear", "cuda.persistent", r"UTMASTG\.3D"),
+    ("linear_cross_entropy", "cuda.chunked", r"UTMAREDG\.3D\.ADD"),
 ]
 
 

@@ -81,6 +81,13 @@ _OF_BIAS_GELU = {
     **_SUM_ROWS,
 }
 _SELECTED = {"matmul_*": "gradients are other products: the selection names a rung for each"}
+_OF_CHUNKS = {
+    "matmul_*": "a chunk's products are matmul's, by the rung that the selection names for each",
+    **dict.fromkeys(
+        ("linear_mma_kernel", "linear_registers_kernel"), "matmul's mma and registers take them for operands along k"
+    ),
+    "cross_entropy_*": "the loss of a chunk's logits is cross_entropy's online",
+}
 
 #: (level, operation, pass) -> rung, or "*" for all -> patterns of kernels of no module of that rung, and why.
 BORROWED: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {
@@ -120,6 +127,7 @@ BORROWED: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {
         }
         for pass_ in ("forward", "backward")
     },
+    **{("cuda", "linear_cross_entropy", pass_): {"*": _OF_CHUNKS} for pass_ in ("forward", "backward")},
     ("cuda", "softmax", "backward"): {
         "cuda.multirow": {"softmax_backward_registers_kernel": "has the backward pass of registers"}
     },

@@ -58,7 +58,8 @@ def results(model: torch.nn.Module, given: dict, **options: object) -> tuple[tor
 
 def calls():
     yield from ((family, "torch") for family in REPLACED)
-    yield from ((family, "triton") for family in (REPLACED if DEVICE.type == "cuda" else ["llama"]))
+    on_gpu = DEVICE.type == "cuda"
+    yield from ((family, level) for level in ("triton", "cuda") for family in (REPLACED if on_gpu else ["llama"]))
 
 
 @pytest.mark.parametrize(("family", "level"), list(calls()))
@@ -160,7 +161,7 @@ def test_inside_compile():
 
 
 def test_a_level_without_the_operation_leaves_the_loss(monkeypatch):
-    """As the cuda level does, whose other operations replace the model's."""
+    """The level's other operations replace the model's."""
     check = patching.check_backend
 
     def without(ops, backend):

@@ -113,7 +113,7 @@ def _chunked(level: str) -> ModuleType:
     return importlib.import_module(f"{level}_impl.linear_cross_entropy")
 
 
-@pytest.mark.parametrize("level", ["triton"])
+@pytest.mark.parametrize("level", ["triton", "cuda"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_logits_are_made_in_chunks(reduction, level, monkeypatch):
     """No product of a chunked rung has all rows of the logits; gradients are added up over the chunks."""
@@ -143,7 +143,7 @@ def test_logits_are_made_in_chunks(reduction, level, monkeypatch):
     assert max(rows for rows, classes in shapes if classes == 21) == 16
 
 
-@pytest.mark.parametrize("level", ["triton"])
+@pytest.mark.parametrize("level", ["triton", "cuda"])
 def test_gradients_are_scaled_where_they_lie(level):
     """The last backward pass returns the memory that the forward pass filled; one that keeps the graph copies it."""
     _chunked(level)
@@ -172,7 +172,7 @@ def test_gradients_are_scaled_where_they_lie(level):
     assert {x.grad.data_ptr(), weight.grad.data_ptr()} == saved
 
 
-@pytest.mark.parametrize("level", ["triton"])
+@pytest.mark.parametrize("level", ["triton", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_products_by_tensor_descriptors(dtype, level, monkeypatch):
     """A number of classes that TMA does not take has padded rows of logits, whatever lies in the padding."""
@@ -187,6 +187,8 @@ def test_products_by_tensor_descriptors(dtype, level, monkeypatch):
 
     monkeypatch.setattr(chunked, "_empty_logits", filled)
     monkeypatch.setattr(chunked, "LEAST_ROWS", 16)
+    if level == "cuda":  # three chunks
+        monkeypatch.setattr(chunked, "ROW_MULTIPLE", 16)
     target = torch.randint(0, 77, (40,), device=DEVICE)
     x, weight = ((torch.randn(n, 64, device=DEVICE) / 8).to(dtype).requires_grad_() for n in (40, 77))
     found = kl.linear_cross_entropy(x, weight, target, backend=f"{level}.chunked")
