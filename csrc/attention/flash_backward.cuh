@@ -11,6 +11,8 @@
 // Two kernels that sum in registers give the same bits each time. The key kernel computes the transposed squares
 // Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the A operand of the next product.
 //
+// The gradient of an additive mask is dS: flash_mask_gradient.cu sums it.
+//
 // The instances with General sequences take a mask in memory, a window, and dropped weights. With F the factors of dropout,
 // which the kernels draw again, dV = (P ∘ F)ᵀ · dO and dS = P ∘ (F ∘ dP − delta); delta is still rowsum(dO ∘ O).
 #pragma once
