@@ -81,13 +81,14 @@ docs: $(INSTALLED)  ## build the documentation site into build/site, strictly (S
 	@$(PY) -m pip install -q $(call extra,docs)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs $(if $(SERVE),serve,build -q)
 
-lint: $(if $(PYTHON),,$(PY))  ## ruff, mypy, clang-format, retired words, cards of the climbs: check only
+lint: $(if $(PYTHON),,$(PY))  ## ruff, mypy, clang-format, retired words, sizes, cards of the climbs: check only
 	@echo "== Checking style and types (a minute)"
 	@$(PY) -m pip install -q $(call extra,lint)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(PY) _build/retired_words.py
+	@$(PY) _build/sizes.py
 	@$(PY) _build/cards.py
 	@find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs $(CLANG_FORMAT) --dry-run -Werror
 

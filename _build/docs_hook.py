@@ -4,13 +4,17 @@
 - ``{{ source FILE }}`` becomes one of the whole file without its docstring.
 - ``{{ us OP RUNG "SHAPE" [DTYPE] [PASS] }}`` becomes the measured median time of a row, with the GPU as its tooltip.
 - ``{{ host OP RUNG ... }}`` becomes the time of the call on the host, ``{{ compile OP RUNG ... }}`` that of a shape's first
-  call, ``{{ share OP RUNG ... }}`` the share of the measured ceiling.
+  call, ``{{ peak OP RUNG ... }}`` the memory that a call takes at most, ``{{ share OP RUNG ... }}`` the share of the
+  measured ceiling.
 - ``{{ ratio OP RUNG OTHER ... }}`` becomes the time of OTHER over that of RUNG.
 - ``{{ counter OP RUNG NAME "SHAPE" [DTYPE] [PASS] }}`` becomes a hardware counter, by the heading that tables in
   ``docs/climb/`` give it.
 - ``{{ ceiling copy }}`` and ``{{ ceiling tensor }}`` become the highest rates that a copy, and a product in bfloat16,
   reached. ``{{ least copy N [N…] }}`` becomes the time that as many bytes as the numbers' product take at that rate, and
   ``{{ least tensor N [N…] }}`` that of as many operations.
+- ``{{ predict us OP RUNG "SHAPE" [DTYPE] [PASS] by="FORMULA" }}`` becomes the answer to a prediction: the formula, its
+  value, and the row. ``predict ratio …`` and ``predict counter …`` take what these markers take. It stands in a fold
+  ``<details class="question predict" markdown="1">``, whose summary is the question.
 - ``{{ table failures }}`` becomes the known failures of compilers, ``{{ table dynamic }}`` what a new length costs.
 - ``{{ figure NAME }}`` becomes a figure of ``_build/figures``, drawn at this build, with its caption.
 
@@ -29,13 +33,13 @@ import math
 import re
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 import figures
+import predictions
 from figures.rows import ROOT, ROWS, best_ceiling, rows  # finds the packages at the top of the repository
 
 from bench.rows.renamed import current  # isort: skip
@@ -46,7 +50,7 @@ from kernel_ladder.inspection import failures  # isort: skip
 #: What stands for a time that no committed row has.
 UNMEASURED = "*not yet in the committed rows*"
 DIRECTIVE = re.compile(
-    r"\{\{ *(source|us\??|host\??|compile\??|share\??|ratio|counter\??|ceiling|least|table|figure) ([^}]*?) *\}\}"
+    r"\{\{ *(source|us\??|peak\??|host\??|compile\??|share\??|ratio|counter\??|ceiling|least|table|figure|predict) ([^}]*?) *\}\}"
 )
 FIGURE = re.compile(r'<svg data-figure="(\w+)"></svg>')
 PICTURE = re.compile(r"\]\((?:\.\./)+bench/results/pictures/([\w.-]+\.svg)\)")
@@ -78,8 +82,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         kind, arguments = match[1], shlex.split(match[2])
         try:
             if kind == "source":
-                return _indented(source(*arguments), markdown[markdown.rfind("\n", 0, match.start()) + 1 : match.start()])
-            made = {"figure": figure, "table": table, "ratio": ratio, "ceiling": ceiling, "least": least}.get(kind)
+                return _indented(
+                    source(*arguments), markdown[markdown.rfind("\n", 0, match.start()) + 1 : match.start()]
+                )
+            made = MADE.get(kind)
             if made is not None:
                 return made(*arguments)
             return (counter if kind.startswith("counter") else measured)(kind, *arguments)
@@ -156,6 +162,7 @@ SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
     "us": lambda row: microseconds(row["us"]),
     "host": lambda row: microseconds(row["host_us"]),
     "compile": lambda row: f"{row['compile_s']:.2g} s",
+    "peak": lambda row: f"{row['peak_mib']:,.0f} MiB",
     "share": lambda row: f"{row['of_ceiling']:.2f}",
 }
 
@@ -167,8 +174,16 @@ def _row(op: str, rung: str, shape: str, dtype: str = "bfloat16", pass_: str = "
     return row
 
 
+def _call(op: str, rung: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> str:
+    return f"{op} {rung}, {shape}, {dtype}, {pass_}"
+
+
+def _where(row: dict[str, Any]) -> str:
+    return f"{row['gpu']}, commit {row['commit'][:12]}"
+
+
 def _measured(text: str, row: dict[str, Any]) -> str:
-    return f'<span title="{row["gpu"]}, commit {row["commit"][:12]}">{text}</span>'
+    return f'<span title="{_where(row)}">{text}</span>'
 
 
 def measured(kind: str, op: str, rung: str, *call: str) -> str:
@@ -189,6 +204,7 @@ def ratio(op: str, rung: str, other: str, *call: str) -> str:
 CEILINGS = {
     "copy": (("ceiling.copy", "gbs", None), "TB/s", 1e3),
     "tensor": (("ceiling.tensor", "tflops", "bfloat16"), "TFLOP/s", 1.0),
+    "l2": (("ceiling.l2", "gbs", None), "TB/s", 1e3),
 }
 
 
@@ -198,11 +214,51 @@ def ceiling(name: str) -> str:
     return f"{best_ceiling(*which) / size:.3g} {unit}"
 
 
+def _a_second(name: str) -> float:
+    """A measured ceiling in bytes or operations a second."""
+    which, _, size = CEILINGS[name]
+    return best_ceiling(*which) / size * 1e12  # all units are of 10^12
+
+
 def least(name: str, *factors: str) -> str:
     """The time at a measured ceiling of as many bytes or operations as the numbers' product."""
-    which, unit, size = CEILINGS[name]
-    a_second = best_ceiling(*which) / size * 1e12  # both units are of 10^12
-    return microseconds(1e6 * math.prod(map(float, factors)) / a_second)
+    return microseconds(1e6 * math.prod(map(float, factors)) / _a_second(name))
+
+
+def predict(kind: str, *arguments: str) -> str:
+    """The answer to a prediction: its formula, what that comes to, and what was measured."""
+    *call, last = arguments
+    if kind not in ASKED or not last.startswith("by="):
+        raise ValueError(f'predict takes {", ".join(ASKED)}, and at its end by="FORMULA"')
+    formula = last.removeprefix("by=")
+    expected = predictions.value(formula, {name: _a_second(name) for name in CEILINGS})
+    shown = re.sub(r"\b(?:" + "|".join(CEILINGS) + r")\b", lambda found: ceiling(found[0]), formula)
+    return ASKED[kind](shown, expected, *call)
+
+
+def _predict_time(formula: str, expected: float, *call: str) -> str:
+    row = _row(*call)
+    measured = row["us"], _call(*call), _where(row)
+    return predictions.answer(formula, 1e6 * expected, "µs", measured, microseconds)
+
+
+def _predict_ratio(formula: str, expected: float, op: str, rung: str, other: str, *call: str) -> str:
+    row = _row(op, rung, *call)
+    measured = _row(op, other, *call)["us"] / row["us"], f"{_call(op, rung, *call)} against {other}", _where(row)
+    return predictions.answer(formula, expected, "times", measured, "{:.3g} times".format)
+
+
+def _predict_counter(formula: str, expected: float, op: str, rung: str, name: str, *call: str) -> str:
+    found = counted(op, rung, name, *call)
+    if not isinstance(found, int | float) or not found:
+        raise LookupError(f"{name} of {op} {rung} is {found}: nothing to predict")
+    gpu = _counters(op)[0] or _row(op, rung, *call)["gpu"]
+    measured = float(found), f"{name}, {_call(op, rung, *call)}", gpu
+    return predictions.answer(formula, expected, _COLUMN[name][2], measured, _COLUMN[name][1].format)
+
+
+#: What a reader may be asked for.
+ASKED: dict[str, Callable[..., str]] = {"us": _predict_time, "ratio": _predict_ratio, "counter": _predict_counter}
 
 
 def table(name: str) -> str:
@@ -211,7 +267,9 @@ def table(name: str) -> str:
 
 
 def _failures() -> str:
-    return markdown.grid(["cause", "way out"], [[known.cause, known.remedy] for known in failures.KNOWN], [False, False])
+    return markdown.grid(
+        ["cause", "way out"], [[known.cause, known.remedy] for known in failures.KNOWN], [False, False]
+    )
 
 
 def _dynamic() -> str:
@@ -223,18 +281,39 @@ def _counters(op: str) -> tuple[str, dict[tuple[str, ...], Any]]:
     return climb_counters.of_operation(op, ROWS)
 
 
-def counter(
-    kind: str, op: str, rung: str, name: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward"
-) -> str:
+#: By heading: a counter's value, how it is written, and the unit of a number that stands for it.
+_COLUMN: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    name: (value, form, "%" if form.endswith(" %") else "times" if "/" in name else name)
+    for name, value, form in climb_counters.COLUMNS
+}
+
+
+def counted(op: str, rung: str, name: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> Any:
+    """A hardware counter's value."""
+    if name not in _COLUMN:
+        raise LookupError(f"no counter {name!r}; known are {', '.join(_COLUMN)}")
+    mine = _counters(op)[1].get((op, rung, pass_, dtype, shape))
+    value = _COLUMN[name][0](mine) if mine is not None else None
+    if value is None:
+        raise LookupError(f"no {name} of {op} {rung} {shape!r} {dtype} {pass_} was counted")
+    return value
+
+
+def counter(kind: str, op: str, rung: str, name: str, *call: str) -> str:
     """A hardware counter as the climb writes it."""
     gpu, found = _counters(op)
     if kind.endswith("?") and not any(key[:2] == (op, rung) for key in found):
         return UNMEASURED
-    column = next((each for each in climb_counters.COLUMNS if each[0] == name), None)
-    if column is None:
-        raise LookupError(f"no counter {name!r}; known are {', '.join(each[0] for each in climb_counters.COLUMNS)}")
-    mine = found.get((op, rung, pass_, dtype, shape))
-    value = column[1](mine) if mine is not None else None
-    if value is None:
-        raise LookupError(f"no {name} of {op} {rung} {shape!r} {dtype} {pass_} was counted")
-    return f'<span title="{gpu or "of the GPU of the times"}">{column[2].format(value)}</span>'
+    value = counted(op, rung, name, *call)
+    return f'<span title="{gpu or "of the GPU of the times"}">{_COLUMN[name][1].format(value)}</span>'
+
+
+#: Markers whose arguments a function of their own takes.
+MADE: dict[str, Callable[..., str]] = {
+    "figure": figure,
+    "table": table,
+    "ratio": ratio,
+    "ceiling": ceiling,
+    "least": least,
+    "predict": predict,
+}

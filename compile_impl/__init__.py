@@ -79,9 +79,25 @@ def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., t
             runs[key] = torch.compile(copy, fullgraph=True, dynamic=False, backend=inductor)
         with _ONE_AT_A_TIME:
             output = runs[key](*inputs, **options)
-        return near_gradients(output), ()
+        return near_gradients(_nothing_donated(output)), ()
 
     return forward
+
+
+def _nothing_donated(output: Output) -> Output:
+    """Return `output`, whose backward pass knows that no saved tensor is donated.
+
+    PyTorch asks for that only when it compiles a backward pass whose graph is retained. Where the pass was compiled for
+    a graph that is not, or came from the cache on disk, a retained one would be refused: None counts as some.
+    """
+    for y in as_tuple(output):
+        node = y.grad_fn
+        while node is not None and not hasattr(node, "_forward_cls"):  # a view of what the compiled function returns
+            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+        metadata = getattr(getattr(node, "_forward_cls", None), "metadata", None)
+        if getattr(metadata, "bw_donated_idxs", ()) is None:
+            metadata.bw_donated_idxs = []
+    return output
 
 
 # ---- modes ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 //   dx   = g · (p · (1 + 2 · z_loss · lse) − kept · [x is the label's] − uniform),  p = exp(x − max x) / Σ exp(x − max x)
 //
 // `kept` is 1 − label smoothing, and `uniform` is label smoothing / classes. A row whose label is the one to ignore has
-// loss and gradient zero; one whose label is no class has loss NaN and gradient zero. Neither is read. The forward pass
+// loss and gradient zero. One whose label is no class has loss NaN and gradient zero. Neither is read. The forward pass
 // keeps each row's online softmax state; a log-sum-exp alone would lose digits where logits are large.
 
 #include "softmax/row_in_registers.cuh"

@@ -301,7 +301,8 @@ Shape shape_of_columns(int64_t units, int64_t length, unsigned down, bool split)
 
 constexpr unsigned DOWN = 16, DOWN_PARTS = 32;
 
-/// One launch: the kernel for this layout, its grid and its operands.
+/// One launch: the kernel for this layout, its grid and its operands. The layout of memory decides whether threads follow rows,
+/// columns or strided rows. That is the idea of `coalesced`, so the choice stays with the rung.
 template <typename In, typename Out>
 struct Stage {
     Shape shape;

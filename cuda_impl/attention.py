@@ -9,6 +9,7 @@ import torch
 from cuda_impl import climb, unsupported
 from cuda_impl.built_for import no_code, without_wgmma
 from kernel_ladder import gpu
+from kernel_ladder.selection.attention import backward_on_hopper
 from kernel_ladder.semantics import philox
 from kernel_ladder.semantics.masks import NO_WINDOW, band
 from kernel_ladder.semantics.scale import scale_of
@@ -27,9 +28,6 @@ HOPPER_BACKWARD = ("wgmma", "warp_specialized")
 BACKWARD = ("naive", "flash", *HOPPER_BACKWARD)
 #: Steps that have kernels of their own for the gradient of an additive mask, as all have that take one.
 MASK_BACKWARD = ("naive", "flash")
-#: Keys times padded head dimension up to which `wgmma` has the fastest backward on Hopper: a block of
-#: `warp_specialized` then has few tiles of queries, between which it waits for its neighbours' sums.
-SHORT = 2**16
 #: Further arguments of a step's backward: `deterministic`, which sums dQ in one order.
 _MORE = {"warp_specialized": (True,)}
 
@@ -279,21 +277,14 @@ def _only(step: str) -> Callable[[int, int], str]:
     return lambda head_dim, keys: step
 
 
-def _fastest(head_dim: int, keys: int) -> str:
-    """Whose backward is the fastest on Hopper."""
-    if head_dim > 128:
-        return "flash"
-    return "wgmma" if keys * (64 if head_dim <= 64 else 128) <= SHORT else "warp_specialized"
-
-
 #: By step: what it asks of a call, and whose backward it has.
 _STEPS = {
     "naive": (_naive_unsupported, _only("naive")),
     "flash": (flash_unsupported, _only("flash")),
     "wgmma": (hopper_unsupported("wgmma", 128), _only("wgmma")),
     "warp_specialized": (hopper_unsupported("warp_specialized", 128), _only("warp_specialized")),
-    "pingpong": (hopper_unsupported("pingpong", 128), _fastest),
-    "persistent": (hopper_unsupported("persistent", 256), _fastest),
+    "pingpong": (hopper_unsupported("pingpong", 128), backward_on_hopper),
+    "persistent": (hopper_unsupported("persistent", 256), backward_on_hopper),
     "split_kv": (_split_unsupported, _only("flash")),
 }
 

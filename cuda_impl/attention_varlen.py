@@ -13,16 +13,12 @@ import torch
 
 from cuda_impl import climb
 from cuda_impl.attention import flash_unsupported, hopper_unsupported, read_by_tma
+from kernel_ladder.selection.attention import packed_backward_on_hopper
 from kernel_ladder.semantics.masks import LONGEST, NO_WINDOW
 from kernel_ladder.semantics.scale import scale_of
 from kernel_ladder.spec import Inputs, Options, Output
 from kernel_ladder.table import register
 from kernel_ladder.tracing import concrete
-
-#: The largest head dimension of csrc/attention/warp_specialized_backward.cu; above it `pingpong` has flash's backward.
-HOPPER_HEAD_DIM = 128
-#: Queries of a sequence, on average, from which on `pingpong` has that backward.
-SHORTEST_MEAN = 32
 
 
 def _as_one_batch(*packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -51,16 +47,6 @@ def _saved_from(inputs: Inputs, outputs: tuple[torch.Tensor, ...], options: Opti
     return (query, key, value, *outputs, *offsets, *longest, *others)
 
 
-def _on_hopper(query: torch.Tensor, value: torch.Tensor, cu_seqlens_q: torch.Tensor) -> bool:
-    """Whether the backward of ``warp_specialized`` takes a call whose forward ran on Hopper.
-
-    It pads the sums of dQ, in float32, to whole tiles of each sequence. Short sequences would multiply their memory.
-    """
-    if max(query.shape[2], value.shape[2]) > HOPPER_HEAD_DIM:
-        return False
-    return (concrete(cu_seqlens_q.shape[0]) - 1) * SHORTEST_MEAN <= concrete(query.shape[0])
-
-
 def _rows_for_tma(x: torch.Tensor) -> torch.Tensor:
     """(total, H, D) as one batch, with dense rows that start on 16 bytes, copied where they are not."""
     (batch,) = _as_one_batch(x)
@@ -68,12 +54,12 @@ def _rows_for_tma(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(
-    saved: tuple, grad: Output, needs: tuple[bool, ...], *, hopper: bool = False
+    saved: tuple, grad: Output, needs: tuple[bool, ...], *, step: str = "flash"
 ) -> tuple[torch.Tensor | None, ...]:
     grad, grad_lse = (grad[0], grad[1].contiguous()) if isinstance(grad, tuple) else (grad, None)
     query, key, value, output, lse, *others = saved
     operators = torch.ops.kernel_ladder.attention_varlen_backward
-    if hopper:
+    if step == "warp_specialized":
         run, grad, output = operators.warp_specialized, _rows_for_tma(grad), _rows_for_tma(output)
     else:
         run, (grad, output) = operators.flash, _as_one_batch(grad, output)
@@ -83,7 +69,8 @@ def _gradients(
 
 def _gradients_on_hopper(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     query, _, value, _, _, cu_seqlens_q, *_ = saved
-    return _gradients(saved, grad, needs, hopper=_on_hopper(query, value, cu_seqlens_q))
+    head_dim, sequences = max(query.shape[2], value.shape[2]), concrete(cu_seqlens_q.shape[0]) - 1
+    return _gradients(saved, grad, needs, step=packed_backward_on_hopper(head_dim, concrete(query.shape[0]), sequences))
 
 
 def _register(name: str, takes: Callable[..., str | None], backward: Callable[..., tuple]) -> None:

@@ -12,6 +12,9 @@ from kernel_ladder.errors import raise_for_memory
 from kernel_ladder.spec import Inputs, Options, Output, each
 from kernel_ladder.table import Variant
 
+#: Whether the backward pass that runs in this thread may run again: ``retain_graph=True``. True outside of one.
+_graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
@@ -36,7 +39,8 @@ class _Differentiable(torch.autograd.Function):
                     break
             if torch.is_grad_enabled():  # create_graph=True
                 return (None, None, *_Gradient.apply(ctx.variant, saved, needs, len(grads), *grads, *tensors))
-        return (None, None, *gradients(ctx.variant, saved, grads, needs))
+        last = ctx.variant.last_backward is not None and not is_compiling() and not _graph_is_kept()
+        return (None, None, *gradients(ctx.variant, saved, grads, needs, last))
 
 
 class _Gradient(torch.autograd.Function):
@@ -69,15 +73,20 @@ def once_only(op: str, name: str) -> str:
 
 
 def gradients(
-    variant: Variant, saved: tuple[Any, ...], grads: tuple[torch.Tensor, ...], needs: tuple[bool, ...]
+    variant: Variant,
+    saved: tuple[Any, ...],
+    grads: tuple[torch.Tensor, ...],
+    needs: tuple[bool, ...],
+    last: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run a rung's backward, with one gradient per output."""
-    assert variant.backward is not None
+    """Run a rung's backward, with one gradient per output; its ``last_backward`` where nothing saved is read again."""
+    backward = variant.last_backward if last else variant.backward
+    assert backward is not None
     if autocast.is_on():  # a backward pass inside the block: what it computes is stated in dtypes already
         with autocast.off(grads[0].device.type):
-            return gradients(variant, saved, grads, needs)
+            return gradients(variant, saved, grads, needs, last)
     try:
-        return variant.backward(saved, grads if len(grads) > 1 else grads[0], needs)
+        return backward(saved, grads if len(grads) > 1 else grads[0], needs)
     except RuntimeError as error:
         raise_for_memory(error)
         raise

@@ -117,5 +117,8 @@ def pretend(gpu: Gpu | str) -> Iterator[Gpu]:
 
 
 def capturing() -> bool:
-    """Whether the current stream is being captured by a CUDA graph. A PyTorch built for the CPU cannot be asked."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+    """Whether the current stream is being captured by a CUDA graph.
+
+    PyTorch raises an error if asked where it is built for the CPU, or for CUDA on a machine without a driver.
+    """
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -25,6 +25,7 @@ import torch
 
 from kernel_ladder import autocast, autograd, selection, table
 from kernel_ladder.errors import raise_for_memory
+from kernel_ladder.semantics.strides import aligned, as_traced
 from kernel_ladder.spec import Inputs, Options, Output, as_tuple, each
 from kernel_ladder.table import Variant
 from kernel_ladder.tracing import PLAIN, building_graph, inferring_shapes, wants_gradient
@@ -272,14 +273,12 @@ def _variant(op: str, name: str) -> Variant:
     return found or next(v for v in table.variants(op, level) if v.name == name)
 
 
-def _in_memory(x: torch.Tensor | None) -> torch.Tensor | None:
-    """`x` as kernels read it: its sign resolved, and aligned to 16 bytes, as the trace assumed without data."""
-    if x is None:
-        return x
-    x = torch.resolve_neg(x)
-    if x.data_ptr() % 16 and x.storage_offset() * x.element_size() % 16 == 0:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
-    return x
+def _as_chosen(op: str, variant: str, inputs: Inputs, options: str, integers: Sequence[Any]) -> Inputs:
+    """`inputs`, aligned to 16 bytes where the variant, chosen without addresses, refuses those that they have."""
+    if all(x is None or x.data_ptr() % 16 == 0 for x in inputs):
+        return inputs
+    refuses = _variant(op, variant).unsupported(*inputs, **_options(options, integers)) is not None
+    return tuple([aligned(x) if refuses and x is not None else x for x in inputs])
 
 
 def _without_aliases(tensors: Sequence[torch.Tensor], *others: torch.Tensor | None) -> list[torch.Tensor]:
@@ -332,7 +331,12 @@ def _backward(
 
 def _register(name: str, run: Callable[..., list[torch.Tensor]]) -> None:
     def real(*arguments: Any) -> list[torch.Tensor]:
-        in_memory = [each(_in_memory, tuple(a)) if _holds_tensors(a) else a for a in arguments]
+        in_memory: list[Any] = [each(as_traced, tuple(a)) if _holds_tensors(a) else a for a in arguments]
+        if name == "forward":
+            op, variant, inputs, *call, _ = in_memory
+            in_memory[2] = _as_chosen(op, variant, inputs, *call)
+        else:  # what the forward pass kept, perhaps in a copy that was aligned
+            in_memory[3] = each(aligned, tuple(in_memory[3]))
         try:
             return run(*in_memory)
         except RuntimeError as error:

@@ -70,6 +70,8 @@ class Variant:
     ``here()`` returns why this machine cannot run it whatever the inputs, though its level is available, or None.
     ``saved_from(inputs, outputs, options)`` returns what `forward` would save, by outputs from elsewhere: those of a
     larger call, of which these inputs are a part. None where the backward computes them again.
+    ``last_backward(saved, grad, needs)`` is ``backward`` where the graph is not kept: it may write over what `forward`
+    made and saved, and return it. None where that would spare nothing.
     """
 
     op: str
@@ -80,6 +82,7 @@ class Variant:
     inference: Callable[..., Output] | None = None
     here: Callable[[], str | None] = lambda: None
     saved_from: Callable[[Inputs, tuple[torch.Tensor, ...], Options], tuple[Any, ...]] | None = None
+    last_backward: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
 
     def output(self, *inputs: torch.Tensor | None, **options: Any) -> Output:
         """The output alone, with nothing kept for a backward."""
@@ -130,6 +133,7 @@ def register(
     inference: Callable[..., Output] | None = None,
     here: Callable[[], str | None] = lambda: None,
     saved_from: Callable[[Inputs, tuple[torch.Tensor, ...], Options], tuple[Any, ...]] | None = None,
+    last_backward: Callable[..., tuple[torch.Tensor | None, ...]] | None = None,
     drops_weights: bool = False,
 ) -> Variant:
     """Add a rung as the last of its ladder: every call, test and sweep finds it by name. :class:`Variant` has details.
@@ -145,6 +149,8 @@ def register(
         inference: returns the output alone; used where no gradient is wanted.
         here: returns why this machine cannot run the rung, or None.
         saved_from: returns what `forward` would save, from the outputs of a larger call.
+        last_backward: as `backward`, but free to write over what `forward` made and saved: runs where the graph is
+            not kept.
         drops_weights: of attention, whether it takes ``dropout_p`` and ``seed``. A call has them only where weights are
             dropped.
 
@@ -162,7 +168,7 @@ def register(
         raise ValueError(f"register: {op} has a variant {name!r} already")
     if op == "attention" and not drops_weights:
         unsupported = weight_dropout.refused_by(unsupported)
-    variants[name] = Variant(op, name, forward, backward, unsupported, inference, here, saved_from)
+    variants[name] = Variant(op, name, forward, backward, unsupported, inference, here, saved_from, last_backward)
     _changed()
     return variants[name]
 

@@ -355,7 +355,8 @@ def _pinned_unsupported(
     elif (reason := refused_as_not_deterministic()) is not None:  # PyTorch's own check says no without a reason
         return reason
     params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal is True, options["enable_gqa"])
-    if not takes(params):
+    # PyTorch's check asks the driver. A machine without a GPU may lack one: there, only tensors without data come here.
+    if (torch.cuda.is_initialized() or torch.cuda.is_available()) and not takes(params):
         return f"PyTorch's {name} attention does not take these shapes or strides on this GPU"
     return None
 

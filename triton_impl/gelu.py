@@ -68,7 +68,7 @@ def gelu_derivative(x, TANH: tl.constexpr):
     if TANH:
         s, slope = _sigmoid_and_slope(x)
         # Bounded: where the square overflows, the slope is zero, and zero times infinity would be NaN.
-        inner = tl.minimum(2 * SQRT_2_OVER_PI + x * x * (6 * SQRT_2_OVER_PI * CUBIC), 1e30)
+        inner = tl.minimum(x * x * (6 * SQRT_2_OVER_PI * CUBIC) + 2 * SQRT_2_OVER_PI, 1e30)
         return s + x * slope * inner
     cdf, density = _cdf_and_density(x)
     return cdf + x * density

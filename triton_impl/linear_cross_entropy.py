@@ -15,6 +15,7 @@ descriptors, and the kernels of ``cross_entropy/online.py``.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -115,7 +116,10 @@ def _add_product_persistent_kernel(
 
 @triton.jit
 def _scale_kernel(out_ptr, x_ptr, grad_ptr, count_ptr, numel, MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """``out = grad · x``, and divided by the count for a mean. Grid: one program per BLOCK elements. Layout: dense."""
+    """``out = grad · x``, and divided by the count for a mean; `out` may be `x`.
+
+    Grid: one program per BLOCK elements. Layout: dense.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
     scale = tl.load(grad_ptr).to(tl.float32)
@@ -201,6 +205,7 @@ def _gradients(
         online.launch_backward(logits, logits, labels, grad[part], stats, unused, by_row)
         multiply(grad_input[part], logits, weight)
         multiply(grad_weight, logits.mT, x, add=part.start > 0)
+        del logits, stats  # before the next chunk's are made
     return grad_input, grad_weight
 
 
@@ -273,13 +278,15 @@ def forward(
     return output, (gradients[0].view(input.shape), gradients[1], count, *options)
 
 
-def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+def backward(
+    saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...], in_place: bool = False
+) -> tuple[torch.Tensor | None, ...]:
     first, second, third, *named = saved
     options = Options(*named)
     if options.reduced:  # gradients of the sum of the losses, and the count of a mean
         mean = options.reduction == "mean"
         sums = zip((first, second), needs, strict=False)
-        return *[_scaled(x, grad, third, mean, first.dtype) if need else None for x, need in sums], None
+        return *[_scaled(x, grad, third, mean, first.dtype, in_place) if need else None for x, need in sums], None
     x, labels = _as_matrix(first, third)
     if shapes_only():
         gradients = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, second))
@@ -293,8 +300,10 @@ def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple
     )
 
 
-def _scaled(x: torch.Tensor, grad: torch.Tensor, count: torch.Tensor, mean: bool, dtype: torch.dtype) -> torch.Tensor:
-    output = torch.empty(x.shape, dtype=dtype, device=x.device)
+def _scaled(
+    x: torch.Tensor, grad: torch.Tensor, count: torch.Tensor, mean: bool, dtype: torch.dtype, in_place: bool
+) -> torch.Tensor:
+    output = x if in_place and x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device)
     if output.numel():
         _scale[x.dtype, grad.dtype](triton.cdiv(x.numel(), BLOCK), (output, x, grad, count), (x.numel(), mean, BLOCK))
     return output
@@ -306,5 +315,6 @@ register(
     forward=forward,
     inference=inference,
     backward=backward,
+    last_backward=functools.partial(backward, in_place=True),  # no second set of gradients in memory
     unsupported=unsupported,
 )

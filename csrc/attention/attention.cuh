@@ -10,9 +10,19 @@
 //   split_kv           few queries: keys are split among blocks, for all SMs       reading keys and values
 //
 // query (…, H, S_q, D), key (…, H_kv, S_k, D), value (…, H_kv, S_k, D_v); query head h reads head h / (H / H_kv) of key
-// and value. Query i sees the keys j of a band, i + first ≤ j ≤ i + last: causal masks and windows are such bands. A mask
-// in memory adds to or hides single scores. Operands may have any strides. The rungs `pingpong`, `persistent` and
-// `split_kv` have the backward kernels of `flash` (flash_backward.cuh).
+// and value. Query i sees the keys j of a band, i + first ≤ j ≤ i + last: causal masks and windows are such bands.
+//
+//   keys →           causal: last = 0      window: first = −1, last = 1      tiles of a causal mask
+//   query 0          x . . . . .           x x . . . .                       ┌───┐
+//   query 1          x x . . . .           x x x . . .                       │ ◣ │  ◣ on the diagonal: scores are tested
+//   query 2          x x x . . .           . x x x . .                       ├───┼───┐
+//   query 3          x x x x . .           . . x x x .                       │ ■ │ ◣ │  ■ every score is visible
+//   query 4          x x x x x .           . . . x x x                       └───┴───┘  tiles to the right are skipped
+//
+// A mask in memory adds to or hides single scores. Operands may have any strides.
+//
+// The backward pass of `pingpong` and `persistent` is the fastest of those of `wgmma`, `warp_specialized` and `flash`:
+// backward_on_hopper in kernel_ladder/selection/attention.py names it. `split_kv` has that of `flash`.
 #pragma once
 
 #include <optional>
@@ -62,8 +72,8 @@ struct Mask {
     }
 };
 
-/// Log-sum-exp of a row, as the fused kernels save it. Under an additive mask, maximum and logarithm of the sum are
-/// stored apart, because the logarithm would vanish next to the numbers that such a mask may hold.
+/// Log-sum-exp of a row, as the fused kernels save it: max + log(sum). Under an additive mask the two are stored apart,
+/// because the logarithm would vanish next to the numbers that such a mask may hold.
 struct Lse {
     float* data;
     float* log_sum;  // null without an additive mask
@@ -80,7 +90,7 @@ struct Attention {
     int heads, heads_kv;
     int S_q, S_k;
     int D, D_v;
-    int first, last;  // the band; −S_q and S_k where a side hides nothing
+    int first, last;  // query i sees keys i + first … i + last; −S_q and S_k where a side hides nothing
     float scale;
 
     __host__ __device__ int group() const { return heads_kv > 0 ? heads / heads_kv : 1; }

@@ -5,11 +5,11 @@
 // unused, so that the grid needs no longest length.
 //
 // Offsets in device memory may be wrong. A tile belongs to the last sequence that begins at or before it. Then the owned
-// tiles of a sequence follow each other from its first one on, whatever the offsets say. Blocks draw them in this order,
-// and wait only for earlier tiles of their own sequence and head: these are owned and drawn, so there is no deadlock.
+// tiles of a sequence follow each other from its first one on, whatever the offsets say. Blocks draw them in this order.
+// They wait only for earlier tiles of their own sequence and head. These are owned and drawn, so there is no deadlock.
 //
-// Neighbouring tiles of a sequence wait for each other's sums. So blocks draw the tiles of several heads by turns: until a
-// tile's neighbour is drawn, other blocks start, and the sums of the tile have gone ahead.
+// Neighbouring tiles of a sequence wait for each other's sums. So blocks draw the tiles of several heads alternately. Other
+// blocks start between a tile and its neighbour, and by then the sums of the tile have gone ahead.
 #pragma once
 
 #include "attention/hopper_backward.cuh"

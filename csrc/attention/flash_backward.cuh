@@ -8,29 +8,25 @@
 //   key      dV = Pᵀ · dO, dK = scale · dSᵀ · Q: a block has keys and walks over queries, of all heads that share them
 //
 // One kernel for both would compute P and dP once, but would sum dQ by atomics in an order that changes from run to run.
-// Two kernels that sum in registers give the same bits each time. The key kernel computes the transposed squares
-// Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the A operand of the next product.
+// Two kernels that sum in registers give the same bits each time. The key kernel computes transposed squares, Sᵀ = K · Qᵀ.
+// So in both kernels the weights stay in registers as the A operand of the next product.
 //
 // The gradient of an additive mask is dS: flash_mask_gradient.cu sums it.
 //
-// The instances with General sequences take a mask in memory, a window, and dropped weights. With F the factors of dropout,
-// which the kernels draw again, dV = (P ∘ F)ᵀ · dO and dS = P ∘ (F ∘ dP − delta); delta is still rowsum(dO ∘ O).
+//   kernel   resident tiles   streamed tiles, two stages   per step
+//   query    Q, dO            K, V                         S = Q · Kᵀ,   dP = dO · Vᵀ,   dQ += dS · K
+//   key      K, V             Q, dO, statistics            Sᵀ = K · Qᵀ,  dPᵀ = V · dOᵀ,  dV += Pᵀ · dO,  dK += dSᵀ · Q
+//
+// The instances with General sequences take a mask in memory, a window, and dropped weights. They draw the factors F of
+// dropout again: dV = (P ∘ F)ᵀ · dO and dS = P ∘ (F ∘ dP − delta). delta is still rowsum(dO ∘ O).
 #pragma once
 
 #include <string>
 
+#include "attention/recompute.cuh"
 #include "attention/sequences.cuh"
-#include "attention/tile.cuh"
 
 namespace kl {
-
-template <typename T>
-struct FlashGradients {
-    View<T> query, key, value, grad;
-    View<T> grad_query, grad_key, grad_value;
-    const float *lse, *log_sum, *delta;  // `log_sum` as in Lse
-    Mask mask;
-};
 
 /// Launches the instances for General sequences, in flash_masked_backward.cu.
 void launch_flash_masked_backward(const FlashGradients<half>& operands, const Attention& a, const General& sequences,
@@ -81,28 +77,6 @@ constexpr bool LEFT_OUT = SMALL<S> && !Sequences::GENERAL;
 #else
 constexpr bool LEFT_OUT = false;
 #endif
-
-/// Recomputes weights: exp(score − max) / sum. Without an additive mask the log-sum-exp includes the maximum.
-struct RowShift {
-    float max, log2_sum;
-};
-
-/// For a query outside, or one that sees no key, the logarithm is infinite: its weights are exp(−∞) = 0.
-template <typename Operands>
-__device__ RowShift row_shift(const Operands& p, int64_t row, bool inside) {
-    const float lse = inside ? p.lse[row] : -INFINITE;
-    if (lse == -INFINITE) return {0.0f, INFINITE};
-    if (p.log_sum == nullptr) return {0.0f, lse * LOG2E};
-    return {lse, p.log_sum[row] * LOG2E};
-}
-
-/// Weight of a score in MaskedUnits. Under an additive mask, a score may round to the other side of the saved maximum,
-/// because transposed tiles sum in another order; it is clamped. NaN stays.
-__device__ inline float masked_weight(float score, float max, float log2_sum, float factor, bool additive) {
-    float below = score - max;
-    if (additive && below > 0.0f) below = 0.0f;
-    return exp2_approx(fmaf(below, factor, -log2_sum));
-}
 
 /// Rows are those of all sequences.
 template <typename T>
@@ -260,19 +234,8 @@ __global__ void __launch_bounds__(S::THREADS)
                                             sequence.queries(p.grad, next_head) + next_q0 * p.grad.row, p.grad,
                                             a.S_q - next_q0, a.D_v);
         cp_async_commit();
-        if (threadIdx.x < STATS * S::STREAM) {
-            const int row = next_q0 + static_cast<int>(threadIdx.x % S::STREAM);
-            const int64_t index = sequence.first_row(next_head) + row;
-            const int kind = static_cast<int>(threadIdx.x) / S::STREAM;
-            float stat = 0.0f;
-            if (kind == 1) {
-                if (row < a.S_q) stat = p.delta[index];
-            } else {
-                const RowShift shift = row_shift(p, index, row < a.S_q);
-                stat = kind == 0 ? shift.log2_sum : shift.max;
-            }
-            row_stats[stage * STATS * S::STREAM + threadIdx.x] = stat;
-        }
+        load_row_stats<S, MASKED>(row_stats + stage * STATS * S::STREAM, p, sequence.first_row(next_head), next_q0,
+                                  a.S_q);
         next_q0 += S::STREAM;
         if (next_q0 >= q_end) next_q0 = q_begin, ++next_head;
     };
@@ -283,9 +246,7 @@ __global__ void __launch_bounds__(S::THREADS)
     if (q_begin < q_end) load_next(0);
 
     const int warp_row = threadIdx.x / WARP * S::ROWS;
-    const float scale = a.scale * LOG2E;
     const MaskedUnits units(p.mask, a);
-    const bool additive = p.mask.additive();
     Squares<1, S::COLUMNS / 8> grad_key, grad_value;
     grad_key.clear();
     grad_value.clear();
@@ -299,8 +260,6 @@ __global__ void __launch_bounds__(S::THREADS)
             if (next_head < head_end) load_next(stage ^ 1);
 
             // Rows are keys here, and columns queries.
-            const float* log2_sum = row_stats + stage * STATS * S::STREAM;
-            const float *delta = log2_sum + S::STREAM, *row_max = delta + S::STREAM;  // the last where MASKED
             [[maybe_unused]] uint32_t kept = 0;
             if constexpr (Sequences::GENERAL) {
                 const int64_t row = sequence.first_row(head) + q0;
@@ -312,34 +271,8 @@ __global__ void __launch_bounds__(S::THREADS)
             if constexpr (Sequences::GENERAL) {
                 if (sequences.drops) drop(grad_scores, kept, sequences.dropout.scale);
             }
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = k0 + warp_row + lane_row(0, h);
-                // The first query of the tile that sees this key; none sees a key outside.
-                const int begin = row >= a.S_k ? S::STREAM : row - a.last - q0;
-                const int end = MASKED ? min(a.S_q, row - a.first + 1) - q0 : S::STREAM;
-#pragma unroll
-                for (int j = 0; j < N; ++j) {
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int column = lane_column(j) + e;
-                        float& weight = weights.x[0][j][2 * h + e];
-                        float& grad = grad_scores.x[0][j][2 * h + e];
-                        const bool inside = column >= begin && (!MASKED || column < end);
-                        if constexpr (MASKED) {
-                            if (inside && p.mask.kind != MaskKind::NONE) {
-                                const int64_t element = mask_offset + (q0 + column) * p.mask.row + row * p.mask.column;
-                                weight = p.mask.template apply<T>(weight, element, a.scale);
-                            }
-                            weight = masked_weight(weight, row_max[column], log2_sum[column], units.factor, additive);
-                        } else {
-                            weight = exp2_approx(fmaf(weight, scale, -log2_sum[column]));
-                        }
-                        grad = inside ? weight * (grad - delta[column]) : 0.0f;
-                        weight = inside ? weight : 0.0f;
-                    }
-                }
-            }
+            weights_and_gradients<S, MASKED>(weights, grad_scores, row_stats + stage * STATS * S::STREAM, p, a, units,
+                                             mask_offset, k0 + warp_row, q0);
             if constexpr (Sequences::GENERAL) {
                 if (sequences.drops) drop(weights, kept, sequences.dropout.scale);
             }
@@ -397,8 +330,8 @@ void launch_products(const FlashGradients<T>& operands, const Attention& a, cons
     KL_LAUNCH_CHECK();
 }
 
-/// Memory for the gradient of an operand, in its shape; of packed operands (1, H, T, D) it is (T, H, D), as callers pass
-/// them.
+/// Memory for the gradient of an operand, in its shape. Packed operands are (1, H, T, D), and their gradients (T, H, D), as
+/// callers pass them.
 template <typename Sequences>
 Tensor empty_gradient(const Tensor& x) {
     if constexpr (!Sequences::PACKED) return empty_dense(x);

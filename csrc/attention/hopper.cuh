@@ -4,6 +4,12 @@
 // A block has 64 queries, the rows of one wgmma, for each of its consumer warpgroups. TMA loads keys and values in tiles,
 // each into a pipeline of STAGES stages. The mainloop walks over the tiles of keys from the last to the first. It skips
 // tiles outside the band of visible keys, and masks only the tiles at the edges of the band.
+//
+//   operand   product                             layout in shared memory (sm90.cuh)
+//   Q         A of S = Q · Kᵀ, 64 × D             Major::K: rows are queries, in panels of 64 columns
+//   K         B of S = Q · Kᵀ, D × KEYS           Major::K: rows are keys
+//   V         B of O = P · V, KEYS × D            Major::MN: rows are keys too, which here are the k of the product
+//   P         A of O = P · V, 64 × KEYS           none: the accumulator of S, rounded, is a fragment of A in registers
 #pragma once
 
 #include <initializer_list>
@@ -98,8 +104,8 @@ struct AttentionCall {
             packed ? empty(query, ScalarType::Float, {a.heads, a.S_q}) : empty_like_query(query, ScalarType::Float, 0);
     }
 
-    /// Returns the results. Calls f(zero, shape) to launch the kernel, unless there are no summands, with a zero of the
-    /// operands' type and the first of the shapes into which the head dimension fits.
+    /// Returns the results. Calls f(zero, shape) to launch the kernel, unless there are no summands. `zero` has the
+    /// operands' type; `shape` is the first of the shapes into which the head dimension fits.
     template <typename... Shapes, typename F>
     std::tuple<Tensor, Tensor> results(F&& f) {
         if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
@@ -146,8 +152,15 @@ void hopper_attributes(std::vector<KernelAttributes>& attributes, ScalarType dty
 __device__ inline unsigned stage_of(unsigned i) { return i % STAGES; }
 __device__ inline uint32_t phase_of(unsigned i) { return i / STAGES % 2; }
 
-/// Shared memory of a block: queries, the stages of keys and values, and a full and an empty barrier per stage. A full
-/// barrier completes when TMA has written the tile, an empty one when all consumer warps have released it.
+/// Shared memory of a block, from a multiple of 1024 bytes on:
+///
+///   Q                                   QUERIES × HEAD_DIM
+///   K of stage 0, K of stage 1          KEYS × HEAD_DIM each
+///   V of stage 0, V of stage 1          KEYS × HEAD_DIM each
+///   mbarriers                           full and empty: of Q, then of each stage of K and of V
+///   work tile index                     persistent kernel alone
+///
+/// A full barrier completes when TMA has written the tile, an empty one when all consumer warps have released it.
 template <typename S>
 struct AttentionSmem {
     uint32_t q;
@@ -187,7 +200,11 @@ struct AttentionSmem {
     __device__ uint32_t barrier(int i) const { return q + S::Q_BYTES + STAGES * 2 * S::KV_BYTES + 8 * i; }
 };
 
-/// A tile of queries and its range of visible tiles of keys, at least one. `outer` = batch · heads + head.
+/// A tile of queries and the tiles of keys that they see, at least one. `outer` = batch · heads + head. Steps count from the
+/// last of these tiles to the first:
+///
+///   tiles of keys   │ 0 │ 1 │ 2 │ 3 │ 4 │ 5 │        visible: 2 to 4, so last = 4 and steps = 3
+///   step                    │ 2 │ 1 │ 0 │
 template <typename S>
 struct QueryTile {
     unsigned outer;
@@ -253,8 +270,9 @@ __device__ inline void load_value(const AttentionSmem<S>& smem, const QkvMaps& m
                            tile.key_row + tile.first_key(step), tile.head_kv, tile.batch);
 }
 
-/// Producer: one thread loads work tile number `iteration` of the block, each stage as soon as it is released. The first
-/// step is pipeline tile `begin`. What `publish` stores is visible to consumers once the queries' barrier is full.
+/// Producer: one thread loads work tile number `iteration` of the block, each stage as soon as it is released. The order is
+/// K0, Q, K1, V0, K2, V1, …: keys come first, because S of a step precedes O of the step before. The first step is
+/// pipeline tile `begin`. What `publish` stores is visible to consumers once the queries' barrier is full.
 template <typename S, typename F>
 __device__ inline void producer(const AttentionSmem<S>& smem, const QkvMaps& maps, const QueryTile<S>& tile,
                                 int iteration, int begin, F&& publish) {

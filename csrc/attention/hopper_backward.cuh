@@ -1,12 +1,11 @@
 // Backward pass of attention on Hopper's wgmma: what the rungs wgmma and warp_specialized share. Checks and workspaces, the
 // preprocess kernel, masks and weights of transposed tiles, and the epilogue.
 //
-// With P the weights and dP = dO · Vᵀ, the gradient of the scores is dS = P ∘ (dP − delta), where delta is the sum of
-// dO ∘ O over a query's row, less the gradient of its log-sum-exp. Then dV = Pᵀ · dO, dK = scale · dSᵀ · Q and
-// dQ = scale · dS · K.
+// With P the weights and dP = dO · Vᵀ, the gradient of the scores is dS = P ∘ (dP − delta). delta is the sum of dO ∘ O over
+// a query's row, less the gradient of its log-sum-exp. Then dV = Pᵀ · dO, dK = scale · dSᵀ · Q and dQ = scale · dS · K.
 //
-// Transposed tiles, Sᵀ = K · Qᵀ and dPᵀ = V · dOᵀ, have a key a row. wgmma leaves them in registers in the layout of its A
-// operand, so that Pᵀ and dSᵀ enter the products of dV and dK without a copy (FlashAttention-3, Shah et al.,
+// Transposed tiles, Sᵀ = K · Qᵀ and dPᵀ = V · dOᵀ, have one key per row. wgmma leaves them in registers in the layout of
+// its A operand. So Pᵀ and dSᵀ enter the products of dV and dK without a copy (FlashAttention-3, Shah et al.,
 // arXiv:2407.08608; Dao-AILab/flash-attention, hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp).
 #pragma once
 
@@ -19,7 +18,11 @@ constexpr int STATS_BYTES = 2 * QUERY_TILE * static_cast<int>(sizeof(float));
 constexpr int PREPROCESS_THREADS = 256;
 
 /// Statistics of a tile of queries: 64 logarithms of weights' sums, in base 2, then 64 deltas. Of every 16 queries, a
-/// thread of a transposed tile has the columns 2t, 2t + 1, 2t + 8, 2t + 9 (t = lane mod 4): one load of 16 bytes.
+/// thread of a transposed tile needs 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane mod 4). They are stored side by side, for one
+/// load of 16 bytes:
+///
+///   place    0  1  2  3 │ 4  5  6  7 │ 8  9  10 11 │ 12 13 14 15
+///   query    0  1  8  9 │ 2  3  10 11│ 4  5  12 13 │ 6  7  14 15
 __host__ __device__ constexpr int stat_place(int query) {
     return query / 16 * 16 + query % 8 / 2 * 4 + query % 16 / 8 * 2 + query % 2;
 }
@@ -95,8 +98,8 @@ struct BackwardCall {
         return {data, sizes[2] * columns, columns};
     }
 
-    /// Returns the gradients. Calls f(zero, shape) to launch the kernels, unless there are no summands, with a zero of
-    /// the operands' type and the first of the shapes into which the head dimension fits.
+    /// Returns the gradients. Calls f(zero, shape) to launch the kernels, unless there are no summands. `zero` has the
+    /// operands' type; `shape` is the first of the shapes into which the head dimension fits.
     template <typename... Shapes, typename F>
     std::tuple<Tensor, Tensor, Tensor> results(F&& f) {
         if (a.rows() * a.S_k == 0) {
@@ -202,7 +205,8 @@ void run_preprocess(Kernel* kernel, const BackwardCall& call, float* accumulator
 
 // ---- tiles of keys --------------------------------------------------------------------------------------------------
 
-/// A tile of KEYS keys of one head, and the tiles of queries that see one of them, for each query head that shares the keys.
+/// A tile of KEYS keys of one head, and the tiles of queries that see any of them. Each query head that shares the keys has
+/// these tiles.
 template <int KEYS>
 struct KeyTile {
     int batch, head_kv, k0;
@@ -310,8 +314,8 @@ __device__ inline void gemm_columns(float (&d)[HEAD_DIM / 2], const uint32_t (&a
 
 // ---- elementwise ----------------------------------------------------------------------------------------------------
 
-/// Sets elements of a transposed tile to 0 where a query does not see a key, or one of them is outside: 64 keys from `k0`
-/// on, the warpgroup's rows; 64 queries from `q0` on.
+/// Sets elements of a transposed tile to 0 where a query does not see a key, or one of them is outside. The rows are the
+/// warpgroup's 64 keys from `k0` on, the columns 64 queries from `q0` on.
 __device__ inline void apply_mask_transposed(float (&x)[QUERY_TILE / 2], const Attention& a, int k0, int q0) {
     const int q_last = q0 + QUERY_TILE - 1;
     if (k0 + 64 <= min(a.S_k, q0 + a.last + 1) && q_last < a.S_q && k0 >= q_last + a.first) return;

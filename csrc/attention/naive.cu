@@ -16,8 +16,8 @@ namespace {
 
 constexpr int PARTIAL = 32;  // summands per partial sum: rounding errors grow only with the number of partial sums
 
-/// C[i, j] = factor · Σ_k A[i, k] · B[k, j] for each batch and head of C, summed over `summed` consecutive heads of A and
-/// B for each head of C.
+/// C[i, j] = factor · Σ_k A[i, k] · B[k, j] for each batch and head of C. Each head of C also sums over `summed` consecutive
+/// heads of A and B.
 struct Sizes {
     int64_t batches, rows, columns, length;
     int heads, summed;

@@ -1,6 +1,6 @@
 // attention_paged, rung 1 of 1: split_kv
-// Idea      Attention's `split_kv` on keys that lie in pages: the lanes of a warp look up the pages of its next tile while
-//           cp.async copies this one, and pass the page numbers on by shuffles. A block splits its sequence's keys by the
+// Idea      Attention's `split_kv` on keys that lie in pages. The lanes of a warp look up the pages of its next tile while
+//           cp.async copies this one; shuffles pass the page numbers on. A block splits its sequence's keys by the
 //           length that it finds in device memory (Flash-Decoding, Dao et al.,
 //           https://crfm.stanford.edu/2023/10/12/flashdecoding.html; PagedAttention, Kwon et al., arXiv:2309.06180).
 // Predicts  The time to read keys and values once at memory bandwidth, and four bytes of the block table a page.
@@ -8,8 +8,8 @@
 // Next      –
 //
 // A block has 16 rows: new tokens of all heads that share one head of keys, so that a page is read once for them. The warps
-// of a block take the tiles of its split round-robin, each with a pipeline of its own in shared memory and no block-wide
-// barrier, and the block merges the softmaxes of its warps. The grid has splits for the longest sequence that the table
+// of a block take the tiles of its split round-robin. Each warp has a pipeline of its own in shared memory and meets no
+// block-wide barrier. At the end the block merges the softmaxes of its warps. The grid has splits for the longest sequence that the table
 // can hold; blocks past the end of theirs exit. The second kernel adds the splits in order, so results repeat.
 //
 // How many splits a sequence has follows from its length and from the most that the host allows. With `batch_invariant`

@@ -1,16 +1,24 @@
 // attention, rung 6 of 7: persistent
 // Idea      Persistent kernel: one block per SM. The producer prefetches the next tile of queries, keys and values while the
-//           consumers finish this one. The tile scheduler orders tiles so that heads share keys and values in L2; where a
+//           consumers finish this one. The tile scheduler orders tiles so that heads share keys and values in L2. Where a
 //           mask makes tiles unequal, a counter hands them out, the longest first (FlashAttention-3,
 //           hopper/tile_scheduler.hpp).
 // Predicts  Prologue and epilogue of all tiles but a block's first and last overlap products.
 // Limit now Tensor cores; at head dimension 64, the softmax.
 // Next      `split_kv`, for few queries.
 //
-// It shares the mainloop of pingpong.cuh. At head dimension 64 and few keys per query `wgmma` is faster, and
-// kernel_ladder/selection/attention.py prefers it there.
-// Its backward pass is that of `warp_specialized`, of short sequences that of `wgmma`
-// up to 128, and of `flash` past it.
+// It shares the mainloop of pingpong.cuh. A block's timeline over two work tiles:
+//
+//   producer    ├ K, V of tile a ──────────┤├ Q, K, V of tile b ──────────┤├ Q, K, V of tile c …
+//   consumers      ├ mainloop a ──────────────┤├ store a ┤├ mainloop b ──────────────┤├ store b ┤
+//                                              ▲ Q has been released: the loads of b ran under the end of a
+//
+// The producer takes the index of the next work tile and publishes it in shared memory. Consumers read it once the barrier
+// of that tile's queries is full. An index past the last tile ends them.
+//
+// At head dimension 64 and few keys per query `wgmma` is faster, and kernel_ladder/selection/attention.py prefers it. The
+// backward pass is that of `warp_specialized`, or for short sequences that of `wgmma`. Above head dimension 128 it is that
+// of `flash` (backward_on_hopper in that file).
 
 #include "attention/pingpong.cuh"
 
@@ -22,8 +30,12 @@ using Persistent96 = HopperShape<96, 128, 2, 24, 240>;
 using Persistent128 = HopperShape<128, 128, 2, 24, 240>;
 using Persistent256 = HopperShape<256, 80, 2, 24, 240>;
 
-/// Order of work tiles: by sections of heads whose keys and values fit in L2 together. Within a section the last queries
-/// of all heads come first: under a causal mask they see the most keys.
+/// Order of work tiles: by sections of heads whose keys and values fit in L2 at once. Within a section the last queries of
+/// all heads come first: under a causal mask they see the most keys. Four heads h of three tiles, in sections of two heads:
+///
+///   index     0     1     2     3     4     5   │ 6     7     8     9     10    11
+///   head      h0    h1    h0    h1    h0    h1  │ h2    h3    h2    h3    h2    h3
+///   tile      2     2     1     1     0     0   │ 2     2     1     1     0     0
 struct TileScheduler {
     unsigned tiles;     // per head
     unsigned heads;     // batches · heads

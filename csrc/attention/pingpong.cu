@@ -6,8 +6,9 @@
 // Limit now Tensor cores idle where a block begins and ends.
 // Next      `persistent`: load the next tile of queries under the epilogue.
 //
-// Weights stay in registers, as the A operand of their product. pingpong.cuh has the mainloop.
-// Its backward pass is that of `warp_specialized`, of short sequences that of `wgmma`.
+// Weights stay in registers, as the A operand of their product. pingpong.cuh draws the schedule and has the mainloop.
+// The backward pass is that of `warp_specialized`, or for short sequences that of `wgmma` (backward_on_hopper in
+// kernel_ladder/selection/attention.py).
 
 #include "attention/pingpong.cuh"
 

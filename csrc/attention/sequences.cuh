@@ -30,8 +30,11 @@ struct PackedSequence {
     __device__ int64_t first_row(int head) const { return int64_t{head} * total_q + query_row; }
 };
 
-/// Sequences packed one after the other. Their offsets lie in device memory, so that the host does not know the lengths:
-/// a grid has tiles for the longest sequence, and blocks past the end of theirs exit.
+/// Sequences packed one after the other. Their offsets lie in device memory, so that the host does not know the lengths. A
+/// grid has tiles for the longest sequence, and blocks past the end of theirs exit.
+///
+///   cu_seqlens   0           5        9  10                       sequence s has rows cu_seqlens[s] … cu_seqlens[s + 1] − 1
+///   rows         │ 0 0 0 0 0 │ 1 1 1 1 │ 2 │
 struct Packed {
     static constexpr bool PACKED = true;
     const int32_t *cu_seqlens_q, *cu_seqlens_k;

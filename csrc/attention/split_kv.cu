@@ -6,102 +6,101 @@
 // Next      –
 //
 // A block has all queries that share one head of keys and values, grouped heads too, so that keys are read once. They are
-// packed as the 16 rows of one tile. The warps of a block take the tiles of its run round-robin, each with a pipeline of
-// its own in shared memory and no block-wide barrier. Each warp ends with a softmax of the keys it has seen, and the block
-// merges those of its warps.
+// packed as the 16 rows of one tile. The warps of a block take the tiles of its run round-robin. Each warp has a pipeline
+// of its own in shared memory and meets no block-wide barrier. It ends with a softmax of the keys it has seen, and the
+// block merges those of its warps. Two runs of two warps:
 //
-// Runs are combined in one of two ways. A second kernel weighs them by their log-sum-exps. Or, on Hopper, where two, four
-// or eight runs fill the GPU as well and all clusters are resident at once, the blocks of a head are a cluster (CLUSTER):
-// each sends a row's results to the block that finishes that row. Runs are summed in a fixed order, so results repeat; the
-// number of runs, and so the last bits, depends on the number of SMs.
+//   keys      │ run 0: block 0                │ run 1: block 1                │
+//   tiles     │ w0 │ w1 │ w0 │ w1 │ w0 │ w1 │ │ w0 │ w1 │ w0 │ w1 │ w0 │ w1 │ │
+//   merge     └ warps, in shared memory ──────┴ runs, in a cluster or by a second kernel
+//
+// Runs are combined in one of two ways. A second kernel weighs them by their log-sum-exps. On Hopper, the blocks of a head
+// can be a cluster (CLUSTER): each sends a row's results to the block that finishes that row. That needs two, four
+// or eight runs that fill the GPU as well, and all clusters resident at once. Runs are summed in a fixed order, so results
+// repeat. The number of runs, and so the last bits, depends on the number of SMs.
 
-#include "attention/tile.cuh"
-#include "core/divisor.cuh"
-#include "core/occupancy.cuh"
+#include "attention/split_kv_merge.cuh"
 #include "core/pdl.cuh"
-#include "sm90/cluster.cuh"
 
 namespace kl {
 namespace {
 
-constexpr int ROWS = 16;
 constexpr int MIN_RUN = 256;  // keys per run: fewer do not pay for a block
 constexpr int COMBINE_THREADS = 128;
 
-template <int HEAD_DIM_, int TILE_, int STAGES_, int WARPS_, int BLOCKS_, bool CLUSTER_ = false>
-struct SplitShape {
-    static constexpr int HEAD_DIM = HEAD_DIM_, TILE = TILE_, STAGES = STAGES_, WARPS = WARPS_, THREADS = WARPS * WARP;
-    static constexpr int BLOCKS = BLOCKS_;     // per SM
-    static constexpr bool CLUSTER = CLUSTER_;  // the runs of a head are a cluster
-    using InCluster = SplitShape<HEAD_DIM, TILE, STAGES, WARPS * BLOCKS, 1, true>;
-    static constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, TILE_BYTES = TILE * HEAD_DIM * 2;
-    static constexpr int STAGE_BYTES = WARPS * STAGES * 2 * TILE_BYTES;
-    // With CLUSTER: received (output, lse) of rows, and the mbarrier that counts their bytes.
-    static constexpr int ROW_FLOATS = HEAD_DIM + 4, RECEIVED = Q_BYTES + STAGE_BYTES,
-                         BARRIER = RECEIVED + ROWS * ROW_FLOATS * 4;
-    static constexpr int SHARED = CLUSTER ? BARRIER + 8 : RECEIVED;
-    // The partial results of the warps reuse the memory of the stages.
-    static_assert(WARPS * ROWS * (HEAD_DIM + 2) * 4 <= STAGE_BYTES);
-};
-//                       head dim, keys, stages, warps, blocks
-using Split64 = SplitShape<64, 32, 3, 4, 2>;
-using Split128 = SplitShape<128, 16, 3, 4, 2>;
-using Split256 = SplitShape<256, 16, 2, 4, 1>;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 
-template <typename T>
-struct Operands {
-    View<T> query, key, value;
-    T* output;       // (batch, head, query, D_v), dense
-    float* partial;  // the same for each run, where there are several
-    Lse lse;         // (run, batch, head, query)
-    Mask mask;
-};
-
-struct Runs {
-    int begin, end;  // the keys that are seen at all
-    int length, count;
-    Divisor by_count, by_heads;
-};
-
-struct MaxAndSum {
-    float max, sum;
-};
-
-/// Combines four columns of a row over its runs, and returns maximum and sum for its log-sum-exp. Shared memory holds per
-/// run, ROW_FLOATS apart: D columns, log-sum-exp, 0; under an additive mask D columns, maximum, logarithm of the sum.
-template <typename S>
-__device__ MaxAndSum combine_runs(float (&four)[4], const float* first, int runs, int column) {
-    float lse[PORTABLE_CLUSTER], highest = -INFINITE, sum = 0.0f;
+template <typename S, typename T>
+__device__ __forceinline__ void load_queries(uint32_t q_tile, const Operands<T>& p, const Attention& a,
+                                             const PackedQueries& queries) {
+    constexpr int CHUNKS = S::HEAD_DIM / 8;
+    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += S::THREADS) {
+        const int row = i / CHUNKS, chunk = i % CHUNKS;
+        const T* source = p.query.at(queries.batch, queries.head0 + row / a.S_q) + row % a.S_q * p.query.row;
+        Vec<T> v;
 #pragma unroll
-    for (int r = 0; r < PORTABLE_CLUSTER; ++r) {
-        lse[r] = r < runs ? first[r * S::ROW_FLOATS + S::HEAD_DIM] : -INFINITE;
-        highest = fmaxf(highest, lse[r]);
+        for (int e = 0; e < 8; ++e) {
+            const int column = chunk * 8 + e;
+            v[e] = row < queries.rows && column < a.D ? source[column * p.query.column] : from_float<T>(0.0f);
+        }
+        store_shared16(q_tile + tile_offset<S::HEAD_DIM>(row, chunk), *reinterpret_cast<const uint4*>(&v));
     }
-    const float shift = highest == -INFINITE ? 0.0f : highest;
-#pragma unroll
-    for (int r = 0; r < PORTABLE_CLUSTER; ++r) {
-        if (r >= runs) break;
-        const float weight = exp2_approx((lse[r] - shift + first[r * S::ROW_FLOATS + S::HEAD_DIM + 1]) * LOG2E);
-        sum += weight;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) four[e] = fmaf(weight, first[r * S::ROW_FLOATS + column + e], four[e]);
-    }
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-#pragma unroll
-    for (float& x : four) x *= inverse;
-    return {highest, sum};
 }
+
+/// Of this lane's two rows: the keys that are visible, and where the row of the mask begins.
+struct VisibleKeys {
+    int first[2], end[2];
+    int64_t mask_row[2];
+
+    __device__ VisibleKeys(const PackedQueries& queries, const Mask& mask, const Attention& a, int run_end) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = lane_row(0, h), query = row % a.S_q;
+            first[h] = query + a.first;
+            end[h] = row < queries.rows ? min(run_end, query + a.last + 1) : 0;
+            mask_row[h] = mask.at(queries.batch, queries.head0 + min(row, queries.rows - 1) / a.S_q) + query * mask.row;
+        }
+    }
+};
+
+/// Masks the scores of a tile of keys that begins at k0, and adds them to the online softmax of the lane's two rows.
+template <typename T, int N, int M>
+__device__ __forceinline__ void mask_and_update(Squares<1, N>& scores, Squares<1, M>& output, float (&row_max)[2],
+                                                float (&row_sum)[2], const VisibleKeys& visible, const Mask& mask,
+                                                const Attention& a, const MaskedUnits& units, int k0) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float new_max = row_max[h];
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int column = k0 + lane_column(j) + e;
+                float& score = scores.x[0][j][2 * h + e];
+                if (column < visible.first[h] || column >= visible.end[h]) {
+                    score = -INFINITE;
+                } else if (mask.kind != MaskKind::NONE) {
+                    score = mask.template apply<T>(score, visible.mask_row[h] + column * mask.column, a.scale);
+                }
+                new_max = fmaxf(new_max, score);  // drops NaN; the exponential of such a score brings it back
+            }
+        }
+        softmax_step(scores, output, h, new_max, row_max[h], row_sum[h], units.factor);
+    }
+}
+
+#endif
 
 template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     attention_split_kv_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a, Runs runs) {
 #if __CUDA_ARCH__ >= 800
-    constexpr int D = S::HEAD_DIM, N = S::TILE / 8, CHUNKS = D / 8, WARPS = S::WARPS;
+    constexpr int D = S::HEAD_DIM, N = S::TILE / 8, WARPS = S::WARPS;
     constexpr bool CLUSTER = S::CLUSTER && __CUDA_ARCH__ >= 900;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
-    const uint32_t q_tile = shared_address(shared_bytes);
+    const SplitSmem<S> smem{shared_bytes};
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const uint32_t ring = q_tile + S::Q_BYTES + warp * S::STAGES * 2 * S::TILE_BYTES;
+    const uint32_t q_tile = smem.queries(), ring = smem.ring(warp);
 
     // Launch latency dominates short calls, so the prologue avoids integer division.
     const uint32_t outer = runs.by_count.quotient(blockIdx.x);
@@ -127,45 +126,17 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 #pragma unroll
     for (int i = 0; i < S::STAGES - 1; ++i) load(i);
 
-    const int group = a.group(), head0 = head_kv * group, rows = group * a.S_q;
+    const int group = a.group();
+    const PackedQueries queries{batch, head_kv * group, group * a.S_q};
 #if __CUDA_ARCH__ >= 900
     // In a cluster each block finishes every count-th row, and receives that row's results of the other runs.
-    const uint32_t arrived = q_tile + S::BARRIER;
-    const int finished = runs.by_count.quotient(rows + runs.count - 1 - run);
-    if constexpr (CLUSTER) {
-        if (threadIdx.x == 0) {
-            mbarrier_init(arrived, 1);
-            mbarrier_init_fence();
-            mbarrier_arrive_expect_tx(arrived, finished * (runs.count - 1) * S::ROW_FLOATS * 4);
-        }
-        __syncwarp();
-        cluster_arrive_relaxed();
-    }
+    const int finished = runs.by_count.quotient(queries.rows + runs.count - 1 - run);
+    if constexpr (CLUSTER) expect_runs(smem, finished * (runs.count - 1) * S::ROW_FLOATS * 4);
 #endif
-
-    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += S::THREADS) {
-        const int row = i / CHUNKS, chunk = i % CHUNKS;
-        const T* source = p.query.at(batch, head0 + row / a.S_q) + row % a.S_q * p.query.row;
-        Vec<T> v;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            const int column = chunk * 8 + e;
-            v[e] = row < rows && column < a.D ? source[column * p.query.column] : from_float<T>(0.0f);
-        }
-        store_shared16(q_tile + tile_offset<D>(row, chunk), *reinterpret_cast<const uint4*>(&v));
-    }
+    load_queries<S>(q_tile, p, a, queries);
     __syncthreads();
 
-    // Visible keys and mask offset of this lane's two rows.
-    int first[2], end[2];
-    int64_t mask_row[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const int row = lane_row(0, h), query = row % a.S_q;
-        first[h] = query + a.first;
-        end[h] = row < rows ? min(run_end, query + a.last + 1) : 0;
-        mask_row[h] = p.mask.at(batch, head0 + min(row, rows - 1) / a.S_q) + query * p.mask.row;
-    }
+    const VisibleKeys visible(queries, p.mask, a, run_end);
     const MaskedUnits units(p.mask, a);
     float row_max[2] = {-INFINITE, -INFINITE}, row_sum[2] = {};  // the sum is of this lane's columns
     Squares<1, D / 8> output;
@@ -176,29 +147,10 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         __syncwarp();  // tile i has landed for all lanes, and all have read tile i − 1, whose stage is filled next
         load(i + S::STAGES - 1);
         const uint32_t k_tile = ring + i % S::STAGES * 2 * S::TILE_BYTES;
-        const int k0 = run_begin + (i * WARPS + warp) * S::TILE;
-
         Squares<1, N> scores;
         multiply_rows<T, D>(scores, q_tile, 0, k_tile);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float new_max = row_max[h];
-#pragma unroll
-            for (int j = 0; j < N; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int column = k0 + lane_column(j) + e;
-                    float& score = scores.x[0][j][2 * h + e];
-                    if (column < first[h] || column >= end[h]) {
-                        score = -INFINITE;
-                    } else if (p.mask.kind != MaskKind::NONE) {
-                        score = p.mask.template apply<T>(score, mask_row[h] + column * p.mask.column, a.scale);
-                    }
-                    new_max = fmaxf(new_max, score);  // drops NaN; the exponential of such a score brings it back
-                }
-            }
-            softmax_step(scores, output, h, new_max, row_max[h], row_sum[h], units.factor);
-        }
+        mask_and_update<T>(scores, output, row_max, row_sum, visible, p.mask, a, units,
+                           run_begin + (i * WARPS + warp) * S::TILE);
         const auto weights = round_squares<T>(scores);
         multiply_accumulate<T, D>(output, weights, k_tile + S::TILE_BYTES, 0);
     }
@@ -206,89 +158,14 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     __syncthreads();  // all warps have read their last stage
     griddepcontrol_launch_dependents();
 
-    // Partial results per warp and row: output, then maximum and sum.
-    float* results = reinterpret_cast<float*>(shared_bytes + S::Q_BYTES);
-    float* stats = results + WARPS * ROWS * D;
-    float* received = reinterpret_cast<float*>(shared_bytes + S::RECEIVED);  // (row, run)
-    store_of_warp<ROWS, D>(results, stats, output, row_max, row_sum);
+    store_of_warp<ROWS, D>(smem.results(), smem.stats(), output, row_max, row_sum);
     __syncthreads();
 #if __CUDA_ARCH__ >= 900
     if constexpr (CLUSTER) cluster_wait();  // all blocks have started
 #endif
-    const int64_t all_rows = a.batches * a.heads * a.S_q;
-    const auto index_of = [&](int row) { return ((batch * a.heads + head0 + row / a.S_q) * a.S_q) + row % a.S_q; };
-    const auto store = [&](auto* to, const float (&four)[4], int column) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            if (column + e < a.D_v) to[column + e] = from_float<std::remove_reference_t<decltype(*to)>>(four[e]);
-        }
-    };
-    for (int row = warp; row < rows; row += WARPS) {
-        float max_of_all = -INFINITE, sum = 0.0f, factor[WARPS];
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) max_of_all = fmaxf(max_of_all, stats[(w * ROWS + row) * 2]);
-        const float shift = max_of_all == -INFINITE ? 0.0f : max_of_all;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            factor[w] = exp2_approx((stats[(w * ROWS + row) * 2] - shift) * units.factor);
-            sum = fmaf(factor[w], stats[(w * ROWS + row) * 2 + 1], sum);
-        }
-        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-        const float highest = max_of_all * units.to_log, log_of_sum = logf(sum);
-        const auto send = [&](const float4& four, int column) {  // to the block that finishes the row
+    merge_warps<CLUSTER>(smem, p, a, runs, queries, run, units);
 #if __CUDA_ARCH__ >= 900
-            const uint32_t slot = runs.by_count.quotient(row), to = row - slot * runs.count;
-            float* const place = received + (slot * runs.count + run) * S::ROW_FLOATS + column;
-            if (to == run) {
-                *reinterpret_cast<float4*>(place) = four;
-            } else {
-                cluster::send(shared_address(place), four, arrived, to);
-            }
-#endif
-        };
-        const int64_t index = index_of(row);
-        if (lane == 0) {
-            if constexpr (CLUSTER) {
-                const bool apart = p.mask.additive();
-                send(make_float4(apart ? highest : highest + log_of_sum, apart ? log_of_sum : 0.0f, 0.0f, 0.0f), D);
-            } else {
-                p.lse.store(run * all_rows + index, highest, log_of_sum);
-            }
-        }
-        for (int column = lane * 4; column < D; column += WARP * 4) {
-            float four[4] = {};
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    four[e] = fmaf(factor[w], results[(w * ROWS + row) * D + column + e], four[e]);
-                }
-            }
-#pragma unroll
-            for (float& x : four) x *= inverse;
-            if constexpr (CLUSTER) {
-                send(make_float4(four[0], four[1], four[2], four[3]), column);
-            } else if (runs.count > 1) {
-                store(p.partial + (run * all_rows + index) * a.D_v, four, column);
-            } else {
-                store(p.output + index * a.D_v, four, column);
-            }
-        }
-    }
-#if __CUDA_ARCH__ >= 900
-    if constexpr (CLUSTER) {
-        __syncthreads();
-        mbarrier_wait(arrived, 0);
-        for (int i = threadIdx.x; i < finished * (D / 4); i += S::THREADS) {
-            const int slot = i / (D / 4), column = i % (D / 4) * 4;
-            float four[4] = {};
-            const MaxAndSum row =
-                combine_runs<S>(four, received + slot * runs.count * S::ROW_FLOATS, runs.count, column);
-            const int64_t index = index_of(slot * runs.count + run);
-            if (column == 0) p.lse.store(index, row.max, logf(row.sum));
-            store(p.output + index * a.D_v, four, column);
-        }
-    }
+    if constexpr (CLUSTER) finish_rows(smem, p, a, runs, queries, run, finished);
 #endif
 #endif
 }
@@ -336,7 +213,7 @@ Runs split(const Attention& a, int blocks_per_sm, int32_t device) {
 }
 
 /// Launches the runs of a head as a cluster, if that fills the GPU as well and all clusters are resident at once.
-/// Returns whether it has.
+/// Returns whether it has. The choice stays here: it needs the kernel's occupancy, which only the driver knows.
 template <typename T, typename S>
 bool launch_in_clusters(const Operands<T>& operands, const Attention& a, const Runs& apart, const Launch& launch) {
     using InCluster = typename S::InCluster;

@@ -1,7 +1,15 @@
 // attention on mma.sync: tiles in shared memory, and the two products. For flash.cuh, flash_backward.cuh, split_kv.cu.
 //
 // A tile is ROWS × HEAD_DIM elements of 16 bits, in rows of HEAD_DIM / 8 chunks of 16 bytes. Chunk c of row r is stored at
-// chunk c ^ (r mod 8): ldmatrix reads one chunk of eight consecutive rows, which then fall on different banks.
+// chunk c ^ (r mod 8). ldmatrix reads one chunk of eight consecutive rows, and these then fall on different banks. Chunk 0
+// of eight rows, where it is stored:
+//
+//   place      0 1 2 3 4 5 6 7
+//   row 0      0 . . . . . . .        Eight places are 128 bytes: all 32 banks. Without the exclusive or, chunk 0 of every
+//   row 1      . 0 . . . . . .        row would lie in the same four banks, and the read would take eight turns.
+//   row 2      . . 0 . . . . .
+//     …
+//   row 7      . . . . . . . 0
 #pragma once
 
 #include "attention/attention.cuh"
@@ -64,15 +72,16 @@ __device__ uint32_t tile_offset(int row, int chunk) {
     return (row * (HEAD_DIM / 8) + (chunk ^ (row % 8))) * 16;
 }
 
-/// The address `chunks` (even, a compile-time constant) to the right of chunk 0 or 1. Tiles start on 128 bytes, so that
-/// the swizzle is one exclusive-or, cheaper to recompute than to keep in a register.
+/// Moves an address of chunk 0 or 1 of a row `chunks` chunks to the right; `chunks` is even and known at compile time.
+/// Tiles start at multiples of 128 bytes, so that the swizzle stays one exclusive or. To recompute it costs less than to
+/// keep it in a register.
 __device__ inline uint32_t step_chunks(uint32_t address, int chunks) {
     return (address ^ (chunks % 8 * 16)) + chunks / 8 * 128;
 }
 
-/// Copies ROWS rows from `source` on; zeros fill what lies outside the operand. `rows_left` (≥ 1, may exceed ROWS, used only
-/// with EDGE) rows and `columns` columns are inside. VECTORIZED: 16 bytes at a time, with cp.async. All of THREADS threads
-/// call it with their number.
+/// Copies ROWS rows from `source` on to a tile. Of the operand, `rows_left` rows (≥ 1, may exceed ROWS) and `columns` columns
+/// are left; zeros fill the rest. Without EDGE all rows are inside. VECTORIZED: 16 bytes at a time, with cp.async. All of
+/// THREADS threads call it with their number.
 template <int ROWS, int HEAD_DIM, int THREADS, bool VECTORIZED, bool EDGE, typename T>
 __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns,
                           int thread = threadIdx.x) {
@@ -116,8 +125,13 @@ __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view,
     load_tile<ROWS, HEAD_DIM, THREADS, false, true>(shared, source, view, rows_left, columns, thread);
 }
 
-/// Accumulators of a warp: M × 16 rows by N × 8 columns. Lane 4g + t holds, of square (m, n), elements 0 and 1 at (g, 2t)
-/// and (g, 2t + 1), and elements 2 and 3 eight rows below.
+/// Accumulators of a warp: M × 16 rows by N × 8 columns. Of square (m, n), lane 4g + t holds:
+///
+///                        column 8n + 2t   column 8n + 2t + 1
+///   row 16m + g          x[m][n][0]       x[m][n][1]              h = 0
+///   row 16m + g + 8      x[m][n][2]       x[m][n][3]              h = 1
+///
+/// So the four lanes of a quad, 4g … 4g + 3, share two rows of each m.
 template <int M, int N>
 struct Squares {
     float x[M][N][4];
@@ -138,8 +152,8 @@ struct Squares {
 __device__ inline int lane_row(int m, int h) { return m * 16 + h * 8 + threadIdx.x % WARP / 4; }
 __device__ inline int lane_column(int n) { return n * 8 + threadIdx.x % 4 * 2; }
 
-/// Units of scores that may be masked. Under an additive mask they are scaled, to base e: multiplied by log2 e, the lowest
-/// number of float32 would become −inf and hide its key. Otherwise they are not yet scaled. `factor` converts differences
+/// Units of scores that may be masked. Under an additive mask they are scaled, to base e. Multiplied by log2 e, the lowest
+/// number of float32 would become −inf and hide its key. Without one they are not yet scaled. `factor` converts differences
 /// to powers of 2.
 struct MaskedUnits {
     float factor, to_log;  // `to_log` converts a maximum to base e
@@ -148,8 +162,8 @@ struct MaskedUnits {
         : factor(mask.additive() ? LOG2E : a.scale * LOG2E), to_log(mask.additive() ? 1.0f : a.scale) {}
 };
 
-/// Applies mask and band to a warp's squares, which begin at query row0 and key column0: scores in MaskedUnits, −inf where
-/// a query does not see a key.
+/// Applies mask and band to a warp's squares, which begin at query row0 and key column0. Scores are then in MaskedUnits, and
+/// −inf where a query does not see a key.
 template <typename T, int M, int N>
 __device__ void apply_mask(Squares<M, N>& scores, const Mask& mask, int64_t offset, int row0, int column0,
                            const Attention& a) {
@@ -177,9 +191,9 @@ __device__ void apply_mask(Squares<M, N>& scores, const Mask& mask, int64_t offs
     }
 }
 
-/// Which of a lane's scores, of 16 rows by N × 8 columns, keep their weights: bit 4n + e is that of element e of square n.
-/// `two(h, n)` gives bits 2h and 2h + 1 of a square. It is a loop, and precedes the scores, because a call of Philox per
-/// score would be most of the kernel's code, and takes registers.
+/// Which of a lane's scores, of 16 rows by N × 8 columns, keep their weights. Bit 4n + e stands for element e of square n.
+/// `two(h, n)` gives bits 2h and 2h + 1 of a square. This is a loop, because unrolled calls of Philox would be most of the
+/// kernel's code. It precedes the scores, because both take registers.
 template <int N, typename Two>
 __device__ uint32_t kept_bits(Two&& two) {
     static_assert(4 * N <= 32);
@@ -299,7 +313,7 @@ __device__ inline float quad_sum(float part) {
 }
 
 /// One row's step of online softmax over a tile of keys: scores become weights, and the row's sum and output are rescaled.
-/// The row is `h` of this lane's two; `highest` is the largest of its score so far and this lane's of the tile.
+/// The row is `h` of this lane's two. `highest` is the maximum of the row so far and of this lane's scores in the tile.
 template <int N, int M>
 __device__ inline void softmax_step(Squares<1, N>& scores, Squares<1, M>& output, int h, float highest, float& row_max,
                                     float& row_sum, float factor) {
@@ -326,8 +340,8 @@ __device__ inline void softmax_step(Squares<1, N>& scores, Squares<1, M>& output
     }
 }
 
-/// Stores what a warp has of its ROWS rows, for all warps to merge: outputs of D columns, then maximum and sum. The sum
-/// is of this lane's columns.
+/// Stores a warp's partial results of its ROWS rows in shared memory, for all warps to merge: D columns of output in
+/// `results`, maximum and sum in `stats`. `row_sum` covers this lane's columns.
 template <int ROWS, int D>
 __device__ inline void store_of_warp(float* results, float* stats, const Squares<1, D / 8>& output,
                                      const float (&row_max)[2], const float (&row_sum)[2]) {

@@ -5,7 +5,11 @@
 // Limit now Tensor cores idle during the softmax.
 // Next      `pingpong`: compute the softmax of one warpgroup under the products of another.
 //
-// setmaxnreg gives the consumers the registers that the producer does not need.
+// setmaxnreg gives the consumers the registers that the producer does not need. All consumers use the same K and V:
+//
+//   producer       ├ K0, V0 ┤├ K1, V1 ┤  waits until stage 0 is empty  ├ K2, V2 ┤ …
+//   consumer 0               ├─ S0 ─┤├─ softmax ─┤├─ O += ─┤├─ S1 ─┤├─ softmax ─┤ …    64 queries each
+//   consumer 1               ├─ S0 ─┤├─ softmax ─┤├─ O += ─┤├─ S1 ─┤├─ softmax ─┤ …
 
 #include "attention/hopper.cuh"
 

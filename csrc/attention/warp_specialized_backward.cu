@@ -10,9 +10,9 @@
 // hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp, divides each dQ between the warpgroups, behind a barrier of both.)
 //
 // Deterministic: blocks add to a tile of dQ in the order of their keys. A counter for each tile says whose turn it is.
-// Blocks draw their tiles of keys from a counter too, in that order, so that a block only ever waits for blocks that have
-// started: there is no deadlock. All walk from the last queries to the first, so that under a causal mask the block with
-// most work starts first and waits for none. The first block of a tile stores, so that the accumulator needs no zeros.
+// Blocks draw their tiles of keys from a counter too, in that order. So a block only ever waits for blocks that have
+// started: there is no deadlock. All walk from the last queries to the first. Under a causal mask the block with most work
+// then starts first and waits for none. The first block of a tile stores, so that the accumulator needs no zeros.
 // Neighbouring tiles of a head start a while apart, as heads take turns (backward_blocks.cuh): sums rarely wait.
 //
 // Packed sequences (attention_varlen's `pingpong`): backward_blocks.cuh says which tile a block has. TMA loads the next
@@ -143,8 +143,8 @@ __device__ inline void load_tiles(const SpecializedSmem<S>& smem, const Backward
     }
 }
 
-/// One thread adds each step's dQ to memory. In the order of keys: it waits until the blocks of the keys before, of those
-/// that the queries see, have added theirs, and counts its own when it has been written.
+/// One thread adds each step's dQ to memory, in the order of keys. It waits until the blocks of all earlier keys that the
+/// queries see have added theirs. Once its own sum is written, it counts it.
 template <typename S, typename Block>
 __device__ inline void add_query_gradients(const SpecializedSmem<S>& smem, const QueryGradients& dq, const Block& block,
                                            const KeyTile<S::KEYS>& tile) {

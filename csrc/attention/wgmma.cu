@@ -5,7 +5,11 @@
 // Limit now Products and softmax of a block alternate; only other blocks on the SM overlap them.
 // Next      `warp_specialized`: separate loading from computing, and share tiles among warpgroups.
 //
-// One warpgroup per block, 64 queries. An SM holds two blocks at head dimension 128 and five at 64.
+// One warpgroup per block, 64 queries. An SM holds two blocks at head dimension 128 and five at 64. A block's timeline:
+//
+//   TMA            ├─ K1, V1 ─────────────────────┤├─ K2, V2 ─────────────────────┤
+//   tensor cores   ├─ S0 ─┤             ├─ O += ──┤├─ S1 ─┤             ├─ O += ──┤
+//   CUDA cores             ├─ softmax ──┤                  ├─ softmax ──┤
 
 #include "attention/hopper.cuh"
 

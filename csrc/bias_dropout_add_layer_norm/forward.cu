@@ -1,6 +1,6 @@
 // Bias, dropout, residual sum and LayerNorm: layer_norm(residual + dropout(input + bias)), with the mask of
-// kernel_ladder/semantics/philox.py. Formulas and their sources are in dropout.cu and layer_norm.cu, which has the
-// kernels of the sum's gradient too; from that, a kernel here makes those of input and bias.
+// kernel_ladder/semantics/philox.py. Formulas and their sources are in dropout.cu and layer_norm.cu. The kernels of
+// layer_norm.cu give the gradient of the sum. From it, a kernel of backward.cu makes those of input and bias.
 //
 // Elements are counted in row-major order whatever the strides, so that a view has the mask of its copy.
 
@@ -325,6 +325,7 @@ void launch_dropout_add_norm_rows(const DropoutAddNorm<T>& p, const DropoutMask&
     });
 }
 
+/// The instance for rows that lie evenly apart, or else the one for any rows: chosen here as in launch_registers.
 template <typename T>
 void launch_dropout_add_norm_registers(const DropoutAddNorm<T>& p, const DropoutMask& mask, bool vectorized,
                                        const Launch& launch) {

@@ -1,7 +1,7 @@
 // Argument checks, which raise RuntimeError in Python.
 //
-// STD_TORCH_CHECK writes its message through a std::ostringstream. In a process whose PyTorch brings its own C++ library
-// that ends in a segmentation fault instead of an error (seen with the PyTorch 2.11 wheels).
+// STD_TORCH_CHECK writes its message through a std::ostringstream. That ends in a segmentation fault instead of an error
+// where PyTorch brings its own C++ library (seen with the PyTorch 2.11 wheels).
 #pragma once
 
 #include <cstdint>

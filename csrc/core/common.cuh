@@ -181,9 +181,10 @@ __device__ inline Vec<T> load_vec(const T* pointer) {
 /// cuda::access_property::persisting stands for; its header alone would double the time that a small file compiles.
 constexpr uint64_t EVICT_LAST_POLICY = 0x14F0000000000000;
 
-/// Pointer whose loads have the L2 eviction policy evict_last, for data that is read once. Written lines then leave L2
-/// early, and memory moves the same bytes 1 to 5 % faster. From compute capability 10.0 on it is the plain pointer: cicc of
-/// CUDA 13.0 crashes there on an associated access property with 16-bit elements, and no gain has been measured.
+/// Pointer whose loads have the L2 eviction policy evict_last, for data that is read once. The lines that a kernel writes
+/// then leave L2 before those that it reads, and memory moves the same bytes 1 to 5 % faster. From compute capability 10.0
+/// on it is the plain pointer. There cicc of CUDA 13.0 crashes on an associated access property of 16-bit elements, and no
+/// gain has been measured.
 template <typename T>
 __device__ inline const T* evict_last(const T* pointer) {
 #if __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1000
@@ -245,8 +246,8 @@ __device__ inline Vec<bfloat16> pack<bfloat16>(const float (&x)[8]) {
     return v;
 }
 
-/// Instructions of the special function unit: one issue slot each; error 1 ulp (reciprocal) and 2 ulp (2 to the x);
-/// denormals are flushed to zero.
+/// Instructions of the special function unit, one issue slot each. The reciprocal has an error of 1 ulp, 2^x one of 2 ulp.
+/// Denormals are flushed to zero.
 __device__ inline float rcp_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -277,6 +278,7 @@ struct Max {  // drops NaN, as fmaxf does
     __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
+/// Reduces over the warp by a butterfly of shuffles, and returns the result to every lane. All lanes must call it.
 template <typename Op>
 __device__ inline float warp_reduce(float value, Op op) {
 #pragma unroll
@@ -284,7 +286,15 @@ __device__ inline float warp_reduce(float value, Op op) {
     return value;
 }
 
-/// Transposes among four lanes: lane t has two columns of each of four groups of eight, and returns all of group t.
+/// Transposes among the four lanes 4g + t that hold a row of accumulators. One word is two columns of 16 bits:
+///
+///            before: x[0] x[1] x[2] x[3]           after: x[0] x[1] x[2] x[3]
+///   t = 0            a0   b0   c0   d0                    a0   a1   a2   a3
+///   t = 1            a1   b1   c1   d1                    b0   b1   b2   b3
+///   t = 2            a2   b2   c2   d2                    c0   c1   c2   c3
+///   t = 3            a3   b3   c3   d3                    d0   d1   d2   d3
+///
+/// a, b, c, d are groups of eight columns. Lane t ends with the 16 contiguous bytes of group t, for one store.
 __device__ inline void transpose_quad(uint32_t (&x)[4]) {
 #pragma unroll
     for (int bit = 1; bit < 4; bit *= 2) {

@@ -15,7 +15,8 @@ namespace kl {
 
 enum class Access { dense, rows, strided };
 
-/// Sizes, and strides of each operand, after merging neighbouring dimensions that every operand walks as one.
+/// Sizes, and strides of each operand. Neighbouring dimensions are merged where one stride leads through both in every
+/// operand.
 template <int N>
 struct Operands {
     Access access = Access::strided;
@@ -76,14 +77,14 @@ __device__ inline int64_t vector_offset(const Operands<N>& all, int k, int64_t f
 }
 
 /// Whether 16 bytes from element `first` on are contiguous in every operand. If not, the kernel takes them element by
-/// element, with a store of its own. Where the paths joined, the compiler would unpack and pack the vectors again.
+/// element. That path has its own store: if both ended in one, the compiler would unpack and pack the vectors again.
 template <Access ACCESS, typename T>
 __device__ inline bool is_vector(int64_t first, int64_t numel) {
     return ACCESS != Access::strided && first + Vec<T>::size <= numel;
 }
 
-/// Calls f with the access as a constant: one instance of the kernel per access, because a choice at run time would
-/// separate the loads.
+/// Calls f with the access as a constant: one instance of the kernel per access. A branch at run time would keep the
+/// compiler from issuing the loads of all operands back to back.
 template <typename F>
 void dispatch_access(Access access, F&& f) {
     switch (access) {

@@ -15,7 +15,7 @@ constexpr int MAX_DIMS = 12;
 /// Maps a row-major index to a memory offset, over the dimensions that do not merge with their neighbour.
 struct Strided {
     int dims = 0;
-    int64_t strides[MAX_DIMS];  // first: kernels mostly read one stride, which is then next to `dims`
+    int64_t strides[MAX_DIMS];  // before `sizes`: most kernels read one stride, which is then next to `dims`
     int64_t sizes[MAX_DIMS];
 
 #if defined(__CUDACC__)

@@ -1,5 +1,19 @@
 // The instructions of Ampere's tensor-core path, each wrapped once: cp.async, ldmatrix, mma.sync.
-// Fragment layouts: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "for mma.m16n8k8".
+//
+// Fragments of a warp, by lane 4g + t (g: 0 … 7, t: 0 … 3). PTX ISA, "Matrix Fragments for mma.m16n8k16" and "for
+// mma.m16n8k8". Elements of 16 bits, two per register:
+//
+//   A (16 × 16)         k 2t, 2t + 1    k 2t + 8, 2t + 9
+//     row g             a[0]            a[2]
+//     row g + 8         a[1]            a[3]
+//   B (16 × 8)          k 2t, 2t + 1    k 2t + 8, 2t + 9
+//     column g          b0              b1
+//   C, D (16 × 8)       column 2t       column 2t + 1
+//     row g             d[0]            d[1]
+//     row g + 8         d[2]            d[3]
+//
+// So a lane's d, rounded to 16 bits and packed in pairs, is a fragment of A. Attention's weights enter the second product
+// without a shuffle. For tf32, with one element per register, k is t and t + 4.
 #pragma once
 
 #include "core/common.cuh"
@@ -44,8 +58,8 @@ __device__ inline void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-/// Loads four 8×8 matrices of 16-bit elements, or 8×4 of 32-bit ones. Lane 8i + r gives the address of row r (16 bytes) of
-/// matrix i; lane 4g + t receives elements 2t and 2t + 1 (32-bit: element t) of row g of each.
+/// Loads four 8×8 matrices of 16-bit elements, or 8×4 of 32-bit ones. Lane 8i + j gives the address of row j (16 bytes) of
+/// matrix i. Lane 4g + t receives elements 2t and 2t + 1 (32-bit: element t) of row g of matrix i in r[i].
 __device__ inline void ldmatrix(uint32_t (&r)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -1,5 +1,11 @@
 // Programmatic dependent launch (PDL, Hopper and later). A kernel starts while the one before it in the stream still
 // runs, and waits for its results itself. CUDA C++ Programming Guide, "Programmatic Dependent Launch".
+//
+//   without PDL   A ───────────────────┤  gap  ├─ B ─────
+//   with PDL      A ─────┬─────────────┤
+//                        │     B: starts ├───────
+//                        │               └ griddepcontrol_wait returns: A's writes are visible
+//                        └ griddepcontrol_launch_dependents: blocks of B take the SMs that A's blocks leave
 #pragma once
 
 #include "core/launch.cuh"
@@ -23,7 +29,7 @@ __device__ inline void griddepcontrol_wait() {
 }
 
 /// Prologue of a kernel launched with PDL. Its blocks start as those of the kernel before leave their SMs, which removes a
-/// gap of a microsecond between the two; the next kernel may do the same.
+/// gap of a microsecond between the two. The next kernel may start in the same way.
 __device__ inline void pdl_begin() {
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();

@@ -23,10 +23,12 @@ struct PhiloxKeys {
     }
 };
 
-/// Philox of the counter (lower, upper, PART, 0). Where `upper` is uniform over the threads, so is half of the second round,
-/// and the first round has one product. Part 1 is rarely called, but its row waits for it. It is a loop, so that it shares
-/// no values with part 0, which would occupy registers. Its keys are accumulated, because loading a key by a run-time
-/// index takes as long as a round.
+/// Philox of the counter (lower, upper, PART, 0). Where `upper` is the same in all threads, the first round has one product
+/// per thread, and half of the second round is uniform too.
+///
+/// Part 0 is unrolled. Part 1 is rarely called, but all threads of its row wait for it. It is a loop, so that it shares no
+/// values with part 0, which would occupy registers. It accumulates its keys, because loading a key by a run-time index
+/// takes as long as a round.
 template <uint32_t PART>
 __device__ uint4 philox(uint32_t lower, uint32_t upper, const PhiloxKeys& keys) {
     constexpr int UNROLL = PART == 0 ? PHILOX_ROUNDS : 1;
@@ -51,7 +53,7 @@ struct DropoutMask {
     PhiloxKeys keys;
     uint32_t threshold;
     uint32_t tie;    // the threshold's upper half, twice
-    uint32_t floor;  // of upper halves that are kept; not zero, so that a half of zeros is below it
+    uint32_t floor;  // the least word that is kept where its upper half decides; not 0, so that decide() can drop by 0
     float scale;
 
     DropoutMask(int64_t threshold_in, double scale_in, int64_t seed, const char* op)
@@ -79,7 +81,8 @@ struct DropoutMask {
         return word >= threshold;
     }
 
-    // Whether an element (bit 0) and the next (bit 1) are kept: of one call, unless another begins between them.
+    // Whether an element (bit 0) and the next (bit 1) are kept. One call of Philox serves both, unless the next element is
+    // the first of another call.
     __device__ uint32_t keeps_two(int64_t index) const {
         const int half = static_cast<int>(index % PHILOX_HALVES);
         if (half + 1 == PHILOX_HALVES) return (keeps(index) ? 1u : 0u) | (keeps(index + 1) ? 2u : 0u);
@@ -144,10 +147,10 @@ struct DropoutMask {
     }
 
   private:
-    // Of a word whose upper half decides.
+    // The factor of an element whose word's upper half decides.
     __device__ float factor(uint32_t word) const { return word >= floor ? scale : 0.0f; }
 
-    // A word that begins with that half of a call's.
+    // A word whose upper half is 16-bit word `half` of a call.
     static __device__ uint32_t from_half(const uint4& w, int half) {
         const int place = half % 4;
         return (place == 0 ? w.x : place == 1 ? w.y : place == 2 ? w.z : w.w) << (half / 4 * 16);
@@ -168,7 +171,7 @@ struct DropoutMask {
         }
     }
 
-    // Words each half of which decides for an element, of N calls: their numbers' lower and upper halves.
+    // The words of N calls, given the lower and upper halves of their numbers. Each half of a word decides for one element.
     template <int N>
     __device__ void decide(uint4 (&words)[N], const uint2 (&numbers)[N]) const {
 #pragma unroll
@@ -182,8 +185,9 @@ struct DropoutMask {
         }
     }
 
-    // Whether any half is the threshold's, and as often again where none is. Differences are taken for floating-point
-    // numbers, two an instruction: zero alone, of either sign, has no magnitude, and a minimum passes over NaN.
+    // Whether any half word equals the threshold's upper half. It is true, too, where one differs in the top bit alone: that
+    // costs a needless call and changes no result. The exclusive ors are compared as pairs of 16-bit floats, two per
+    // instruction: only 0 and −0 have magnitude zero, and a minimum ignores NaN.
     template <int N>
     __device__ bool any_tie(const uint4 (&words)[N]) const {
         __half2 least;

@@ -9,6 +9,9 @@
 // transpose_small_a: an A of few rows that lie along M. A TMA box is 64 wide, and costs as much as if it were full. The
 // time of `split_k` for few rows is that of reading B, so it copies such an A to lie along K.
 //
+// Whether a copy pays is decided here, not in kernel_ladder/selection: each rung on Hopper makes the same copies, and the
+// call's addresses and strides are at hand. Selection names the rung, and weighs the copies with the same numbers.
+//
 // chunked_copy: copies take at most 64 MiB at a time; a larger product is computed in parts of its outputs, columns of
 // parts one after the other. The parts of a column share one copy of B.
 

@@ -5,7 +5,7 @@
 //           weights' gradients.
 // Predicts  3·N·sizeof(T) bytes per row; `block` moves up to 7·N: each operand twice, and once more for the weights.
 // Kernels   This file takes any rows, on one block or a cluster. backward_short.cuh and backward_persistent.cuh take
-//           16-bit rows of some lengths; launch_backward in launch.cuh selects among the three.
+//           16-bit rows of some lengths; select_backward.cuh selects among the three.
 #pragma once
 
 #include "core/pdl.cuh"

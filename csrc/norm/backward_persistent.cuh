@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     constexpr bool IS_LAYERNORM = Op::IS_LAYERNORM;
     using Value = std::conditional_t<IS_LAYERNORM, Pair, float>;
     constexpr int E = Vec<T>::size, ROWS = SHAPE::ROWS, STAGES = SHAPE::STAGES, SUMS = IS_LAYERNORM ? 2 : 1;
-    constexpr bool REFILL_FIRST =
-        ROWS == 1;  // of the stage of one row: it has been read by then; otherwise after the store
+    // Whether a stage is refilled before the gradients are stored. With one row the stage has been read by then.
+    constexpr bool REFILL_FIRST = ROWS == 1;
     const std::conditional_t<IS_LAYERNORM, PairSum, Sum> add;
     extern __shared__ __align__(STAGE_ALIGNMENT) uint4 in_shared[];
     __shared__ PersistentBackwardReduceSmem<Value, SHAPE> smem;
@@ -228,34 +228,33 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-/// Rows that lie evenly and keep nearly all threads of such clusters busy; shorter ones are faster on one block, with
-/// fewer vectors a thread. Returns whether it launched.
+template <typename SHAPE>
+constexpr int PERSISTENT_BACKWARD_BYTES = stage_bytes(SHAPE::THREADS, SHAPE::STAGE_VECTORS);
+
+/// Whether a GPU has clusters and the shared memory of a block.
 template <class Op, typename T>
-bool launch_backward_persistent(NormWeights<T> w, NormBackward<T> p, bool vectorized, const Tensor& like,
-                                const Launch& launch) {
-    if constexpr (sizeof(T) == 2 && !Op::HAS_RESIDUAL) {
-        using SHAPE = typename Op::PersistentBackward;
-        const int64_t vectors = p.length / Vec<T>::size;
-        constexpr auto kernel = norm_backward_registers_persistent_kernel<Op, T, SHAPE>;
-        constexpr int bytes = stage_bytes(SHAPE::THREADS, SHAPE::STAGE_VECTORS);
-        constexpr int shared = bytes + static_cast<int>(sizeof(PersistentBackwardReduceSmem<Pair, SHAPE>));
-        if (!vectorized || vectors > MAX_BLOCK_CHUNKS || vectors <= MAX_BLOCK_CHUNKS / 4 * 3 ||
-            !has_hopper_code(kernel, launch.device) || shared > shared_limit(launch.device)) {
-            return false;
-        }
-        static DeviceSet asked;
-        static OccupancyCache resident;
-        allow_shared(kernel, bytes, launch.device, asked);
-        const unsigned cluster = cluster_blocks(vectors, SHAPE::THREADS);
-        const int64_t fit = resident.clusters(kernel, dim3(SHAPE::THREADS), cluster, bytes, launch);
-        const auto partials = distribute_rows<Op::IS_LAYERNORM>(w, p, SHAPE::ROWS, fit, like);
-        LaunchConfig(dim3(w.groups * cluster), dim3(SHAPE::THREADS), bytes, launch)
-            .clusters_of(cluster)
-            .run(kernel, w, p);
-        if (w.wanted()) launch_column_sum<Op>(w, p.length, launch);
-        return true;
-    }
-    return false;
+bool has_room_for_backward_persistent(const Launch& launch) {
+    using SHAPE = typename Op::PersistentBackward;
+    constexpr int shared =
+        PERSISTENT_BACKWARD_BYTES<SHAPE> + static_cast<int>(sizeof(PersistentBackwardReduceSmem<Pair, SHAPE>));
+    return has_hopper_code(norm_backward_registers_persistent_kernel<Op, T, SHAPE>, launch.device) &&
+           shared <= shared_limit(launch.device);
+}
+
+/// Rows of whole vectors that lie evenly, of at most MAX_BLOCK_CHUNKS vectors.
+template <class Op, typename T>
+void launch_backward_persistent(NormWeights<T> w, NormBackward<T> p, const Tensor& like, const Launch& launch) {
+    using SHAPE = typename Op::PersistentBackward;
+    constexpr auto kernel = norm_backward_registers_persistent_kernel<Op, T, SHAPE>;
+    constexpr int bytes = PERSISTENT_BACKWARD_BYTES<SHAPE>;
+    static DeviceSet asked;
+    static OccupancyCache resident;
+    allow_shared(kernel, bytes, launch.device, asked);
+    const unsigned cluster = cluster_blocks(p.length / Vec<T>::size, SHAPE::THREADS);
+    const int64_t fit = resident.clusters(kernel, dim3(SHAPE::THREADS), cluster, bytes, launch);
+    const auto partials = distribute_rows<Op::IS_LAYERNORM>(w, p, SHAPE::ROWS, fit, like);
+    LaunchConfig(dim3(w.groups * cluster), dim3(SHAPE::THREADS), bytes, launch).clusters_of(cluster).run(kernel, w, p);
+    if (w.wanted()) launch_column_sum<Op>(w, p.length, launch);
 }
 
 }  // namespace kl

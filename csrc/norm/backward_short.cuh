@@ -27,8 +27,8 @@ struct WarpsReduceSmem {
         if constexpr (SHAPE::WARPS == 1) {
             each_over_lanes(values, Sum{}, WARP);
         } else {
-            // Two buffers suffice: a warp that writes those of iteration t + 2 has passed the barrier of t + 1, before
-            // which every warp read those of t.
+            // Two buffers suffice. A warp that writes those of iteration t + 2 has passed the barrier of t + 1. Before that
+            // barrier every warp read those of t.
             auto& partials = of_warps[iteration % 2][row_in_block];
             const float own = reduce_rows_over_lanes(values, Sum{}, WARP);
             const int lane = threadIdx.x % WARP;
@@ -186,27 +186,15 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-/// Rows that lie evenly, of a length that keeps more than three quarters of a shape's threads busy. Returns whether it
-/// launched.
-template <class Op, typename T>
-bool launch_backward_warps(NormWeights<T> w, NormBackward<T> p, bool vectorized, const Tensor& like,
-                           const Launch& launch) {
-    if constexpr (sizeof(T) == 2 && !Op::HAS_RESIDUAL) {
-        const int64_t vectors = p.length / Vec<T>::size;
-        const auto run = [&](auto shape) {
-            using SHAPE = decltype(shape);
-            if (!vectorized || vectors > SHAPE::REACH || vectors <= SHAPE::REACH / 4 * 3) return false;
-            constexpr auto kernel = norm_backward_registers_warps_kernel<Op, T, SHAPE>;
-            static OccupancyCache resident;
-            const int64_t most = resident.clusters(kernel, dim3(SHAPE::THREADS), 1, 0, launch);
-            const auto partials = distribute_rows<Op::IS_LAYERNORM>(w, p, SHAPE::ROWS, most, like);
-            launch_pdl(kernel, dim3(w.groups), dim3(SHAPE::THREADS), launch, w, p);
-            if (w.wanted()) launch_column_sum<Op>(w, p.length, launch);
-            return true;
-        };
-        return std::apply([&](auto... shape) { return (run(shape) || ...); }, typename Op::WarpsPerRow{});
-    }
-    return false;
+/// Rows of whole vectors that lie evenly, of at most SHAPE::REACH vectors.
+template <class Op, typename SHAPE, typename T>
+void launch_backward_warps(NormWeights<T> w, NormBackward<T> p, const Tensor& like, const Launch& launch) {
+    constexpr auto kernel = norm_backward_registers_warps_kernel<Op, T, SHAPE>;
+    static OccupancyCache resident;
+    const int64_t most = resident.clusters(kernel, dim3(SHAPE::THREADS), 1, 0, launch);
+    const auto partials = distribute_rows<Op::IS_LAYERNORM>(w, p, SHAPE::ROWS, most, like);
+    launch_pdl(kernel, dim3(w.groups), dim3(SHAPE::THREADS), launch, w, p);
+    if (w.wanted()) launch_column_sum<Op>(w, p.length, launch);
 }
 
 }  // namespace kl

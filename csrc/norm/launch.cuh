@@ -6,14 +6,12 @@
 #include <tuple>
 
 #include "core/ops.h"
-#include "norm/backward.cuh"
-#include "norm/backward_persistent.cuh"
-#include "norm/backward_short.cuh"
 #include "norm/block.cuh"
 #include "norm/cluster.cuh"
 #include "norm/naive.cuh"
 #include "norm/persistent_cluster.cuh"
 #include "norm/registers.cuh"
+#include "norm/select_backward.cuh"
 #include "norm/smem_pipeline.cuh"
 
 namespace kl {
@@ -104,18 +102,6 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
 struct NormNeeds {
     bool input, weight, bias;
 };
-
-/// The backward pass of every rung from `registers` on: the one place that selects among its three kernels.
-template <class Op, typename T>
-void launch_backward(const NormWeights<T>& w, const NormBackward<T>& p, const Tensor& like, const Launch& launch) {
-    if (p.grad_input == nullptr && !w.wanted()) return;
-    const bool vectorized = p.in.template vectors<T>(p.length) && p.g.template vectors<T>(p.length) &&
-                            p.gs.template vectors<T>(p.length) && p.gi.template vectors<T>(p.length) &&
-                            are_even(p.parameter.whole, p.in, p.g, p.gs, p.gi);
-    if (launch_backward_warps<Op>(w, p, vectorized, like, launch)) return;
-    if (launch_backward_persistent<Op>(w, p, vectorized, like, launch)) return;
-    launch_backward_rows<Op>(w, p, vectorized, like, launch);
-}
 
 // Gradients of input, weight and bias; what is not wanted comes back empty.
 template <class Op>

@@ -1,7 +1,7 @@
 // layer_norm, rung 6 of 6: persistent_cluster
 // Idea      Persistent clusters loop over rows and keep weight and bias in shared memory. Bulk copies (TMA) prefetch
 //           the next rows, one copy per warp for its segment of a row. One reduction warp merges the partials of the
-//           other warps and sends them to the cluster's blocks; meanwhile the row warps make the first pass over the
+//           other warps and sends them to the cluster's blocks. Meanwhile the row warps make the first pass over the
 //           next row.
 // Predicts  `cluster` reads weight and bias from the L2 again for every row: half of all its reads, which this rung
 //           saves.
@@ -109,9 +109,9 @@ struct PersistentPart {
           iterations((static_cast<int>(p.count) - first + apart - 1) / apart) {}
 
     __device__ bool is_reduction_warp() const { return warp == BLOCK_SHAPE::WARPS; }
-    // Of this block's vectors: number of those of a warp; index of this thread's vector v; whether the thread has it,
-    // and whether any thread of the warp has its vector v.
+    // Number of a warp's vectors, of those of this block.
     __device__ int of_warp(int one) const { return max(min(mine - one * segment, segment), 0); }
+    // Index of this thread's vector v in the block's part; whether it exists, and whether that of any lane does.
     __device__ int own(int v) const { return warp * segment + v * WARP + lane; }
     __device__ bool has(int v) const { return SHAPE::FULL || v * WARP + lane < of_warp(warp); }
     __device__ bool any_has(int v) const { return SHAPE::FULL || v * WARP < of_warp(warp); }

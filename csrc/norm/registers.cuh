@@ -177,6 +177,8 @@ constexpr int LONG_ROW_VECTORS = Op::HAS_RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
 template <class Op>
 constexpr int64_t NARROW = Op::IS_LAYERNORM ? 512 : 256;
 
+/// Both kernels keep rows in registers; short_rows.cuh is the instance for rows that lie evenly apart. The choice stays here,
+/// because it needs the strides of each operand, which Python would read once more in every call.
 template <class Op, typename T>
 void launch_registers(const NormForward<T>& p, bool vectorized, const Launch& launch) {
     if (are_even(vectorized, p.in, p.res, p.out) && launch_short_rows<Op>(p, launch)) return;

@@ -77,7 +77,7 @@ __device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V],
 }
 
 /// Normalises this thread's rows. `gather(tile, meanwhile)` fills them, zeros past their end, and calls `meanwhile()`
-/// once all its loads are issued; with PRELOAD_PARAMS the loads of the parameters follow there.
+/// once all its loads are issued. With PRELOAD_PARAMS that call issues the loads of the parameters.
 template <typename T, bool IS_LAYERNORM, int ROWS, bool BY_BLOCK, int V, bool PRELOAD_PARAMS, typename Gather>
 __device__ void norm_short_of(const ShortNorm<T>& p, const MultiRowPartition<ROWS, BY_BLOCK>& partition,
                               Gather&& gather) {

@@ -216,8 +216,8 @@ struct PipelineReduceSmem {
 };
 
 /// The partials of this warp's rows, in the lanes that finish them. One pass about the mean of the warp's first
-/// vectors, as in registers.cuh. `make(r, v)` returns a vector, zeros past the row's end; it is called for the first
-/// vectors of all rows first, which `read(r, x)` then returns again.
+/// vectors, as in registers.cuh. `make(r, v)` returns a vector, zeros past the row's end. The first vectors of all rows
+/// are made first; `read(r, x)` then returns them again.
 template <bool IS_LAYERNORM, typename T, typename SHAPE, bool CLUSTER, typename Make, typename Read>
 __device__ RowPartial<IS_LAYERNORM> partial_of_warp(const PipelinePartition<SHAPE, CLUSTER>& partition, Make&& make,
                                                     Read&& read) {
@@ -275,8 +275,8 @@ __device__ RowPartial<IS_LAYERNORM> partial_of_warp(const PipelinePartition<SHAP
     }
 }
 
-/// Normalises the rows of a block. `make(r, v, words, in_range)` makes a row's vector from those of the operands; it is
-/// called for vector v of all rows before vector v + 1.
+/// Normalises the rows of a block. `make(r, v, words, in_range)` makes a row's vector from those of the operands. Vector v
+/// of all rows comes before vector v + 1.
 template <bool IS_LAYERNORM, typename SHAPE, bool CLUSTER, int OPERANDS, bool SINGLE_USE, typename T, typename Make>
 __device__ void norm_smem_pipeline_of(const ShortNorm<T>& p, const PipelinePartition<SHAPE, CLUSTER>& partition,
                                       Make&& make) {

@@ -1,4 +1,9 @@
-// A reduction over the threads of a row in two halves, arrive and wait, so that other work fits in between.
+// A reduction over the threads of a row in two halves, arrive and wait, so that other work fits in between. rows.cuh has
+// the same in one call. Here one warp per block merges the block's partials before it sends them to the other blocks:
+//
+//   reduce_arrive   lanes → of_warps[w] → row_barrier → warp 0 of each block merges → of_blocks[b] of every block
+//   …               loads or stores of other rows
+//   reduce_wait     every warp waits at its block's mbarrier, then merges of_blocks
 #pragma once
 
 #include "reduce/rows.cuh"
@@ -16,8 +21,8 @@ struct ClusterReduceSmem<true, V> {
     uint64_t arrived;  // mbarrier that counts the bytes received
 };
 
-// Barrier of the threads of a block that share a row; the block's other rows do not wait. A kernel that selects a named
-// barrier by register is given all sixteen, of which an SM has enough for four blocks.
+// Barrier of the threads of a block that share a row; the block's other rows do not wait. A kernel whose barrier number is
+// in a register reserves all sixteen named barriers. An SM has enough for four such blocks.
 template <bool ONE_ROW_PER_CTA>
 __device__ void row_barrier() {
     if constexpr (ONE_ROW_PER_CTA) {
@@ -27,7 +32,7 @@ __device__ void row_barrier() {
     }
 }
 
-/// Publishes this thread's `value` to its row and returns what reduce_wait must be given. Callers alternate between two
+/// Publishes this thread's `value` to its row and returns the value to pass to reduce_wait. Callers alternate between two
 /// scratch buffers: before one is used again, reduce_wait on the other has returned.
 template <bool ONE_ROW_PER_CTA, bool CLUSTER, typename V, typename Op>
 __device__ V reduce_arrive(V value, Op op, ClusterReduceSmem<CLUSTER, V>& reduce_smem) {

@@ -1,5 +1,14 @@
 // Column sums: the gradient of an operand that is broadcast over rows. Two stages of fixed order make the result the
 // same in every run. Each block sums a group of rows, then a second kernel sums these partials.
+//
+//             columns →                stage one                     stage two
+//   rows      ┌───────────┐
+//    ↓        │ group 0   │   ──►   partials[0, columns]  ┐
+//             ├───────────┤                               │
+//             │ group 1   │   ──►   partials[1, columns]  ├──►   output[columns]
+//             ├───────────┤                               │
+//             │ …         │   ──►   …                     ┘
+//             └───────────┘
 #pragma once
 
 #include "core/pdl.cuh"
@@ -59,8 +68,8 @@ __device__ void store_partial(float* partials, const float (&sum)[E], float* sum
     }
 }
 
-// Blocks of stage one: threads along the columns first, up to 256 of them, whose loads cover 4 KiB of a row; the others
-// take further rows.
+// Blocks of stage one. Up to 256 threads lie along the columns: their loads cover 4 KiB of a row. The other threads take
+// further rows.
 inline dim3 column_block(int64_t chunks, unsigned threads) {
     unsigned lanes = WARP;
     while (lanes < threads && lanes < 256 && lanes < chunks) lanes *= 2;

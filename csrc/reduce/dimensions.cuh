@@ -5,7 +5,8 @@
 
 namespace kl {
 
-/// Offsets of the outputs and of their summands.
+/// Offsets of the outputs and of their summands. Summand s of output o is at kept(o) + reduced(s); its sum goes to
+/// output(o).
 struct Reduction {
     Strided kept;     // index of an output -> offset of its first summand
     Strided output;   // index of an output -> its own offset
@@ -13,7 +14,7 @@ struct Reduction {
     int64_t count, length;
 };
 
-/// Sort key of a dimension. One that repeats an element (stride 0) is the outermost.
+/// Sort key of a dimension: its stride. A dimension that repeats an element (stride 0) sorts as the outermost.
 inline int64_t distance(int64_t stride) { return stride == 0 ? std::numeric_limits<int64_t>::max() : stride; }
 
 /// The summands of each output, of an input of any strides, in the order of memory.

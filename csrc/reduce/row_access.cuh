@@ -1,5 +1,9 @@
-// Rows of a tensor along one dimension, and loads and stores of 16 bytes of a row: of aligned vectors, and of rows that
-// begin off 16 bytes.
+// Rows of a tensor along one dimension, and loads and stores of 16 bytes of a row. Rows may begin anywhere: the accesses
+// that memory sees are aligned vectors of 16 bytes even so, except at a row's ends.
+//
+//   memory, vectors of 16 bytes  │0              │8              │16             │
+//   a row that begins at 3             │first = 0      │first = 8      │
+//   load_chunk(first = 8)                        ├─ aligned load ├─ aligned load ┤ joined()
 #pragma once
 
 #include "core/common.cuh"
@@ -37,8 +41,8 @@ __device__ inline uint4 joined(uint4 low, uint4 high, unsigned bytes) {
             __funnelshift_r(w[3], w[4], bits)};
 }
 
-// Elements from the last address of 16 bytes to `row`; 0 unless it is the same of `other`. Vectors that are counted from
-// there are aligned in both rows; the first one may begin before the row does.
+// Elements between `row` and the multiple of 16 bytes before it, or 0 if `other` has another number of them. Vectors that
+// are counted from that address are aligned in both rows. The first one may begin before the row does.
 template <typename T>
 __device__ int past_vector(const T* row, const T* other) {
     const auto of_row = reinterpret_cast<uintptr_t>(row) % 16, of_other = reinterpret_cast<uintptr_t>(other) % 16;
@@ -76,8 +80,8 @@ __device__ void store_vector(T* row, const Rows& rows, const Vec<T>& v, int64_t 
     }
 }
 
-// The same where vectors are counted from the row's start, wherever that is. Off 16 bytes, a dense row is read by aligned
-// vectors too, two for each. Its ends are read by elements, so that no other row is.
+// The same where vectors are counted from the row's start, wherever that is. A dense row that begins off 16 bytes is read by
+// two aligned loads per vector. Its ends are read element by element, so that no other row is touched.
 template <typename T>
 __device__ Vec<T> load_chunk(const T* row, const Rows& rows, int64_t first, int64_t length, float fill) {
     constexpr int SIZE = Vec<T>::size;
@@ -91,8 +95,9 @@ __device__ Vec<T> load_chunk(const T* row, const Rows& rows, int64_t first, int6
     return v;
 }
 
-// Stores 16 bytes of a dense row that begins anywhere. A lane and the next, which holds the 16 bytes after its own, make
-// an aligned vector of the lane's end and the next one's start. What has no neighbour is stored by elements.
+// Stores 16 bytes of a dense row that begins anywhere. The next lane holds the 16 bytes after this lane's own. This lane
+// stores one aligned vector: the end of its own 16 bytes, then the start of the next lane's. Elements without such a
+// neighbour are stored one by one.
 template <typename T>
 __device__ void store_beside_neighbours(T* row, const Vec<T>& v, int64_t first, int64_t length) {
     constexpr int SIZE = Vec<T>::size;

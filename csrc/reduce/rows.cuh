@@ -17,8 +17,8 @@ namespace kl {
 constexpr int MAX_CLUSTER = 16;   // blocks of the largest cluster on Hopper, which is not portable
 constexpr int ROW_THREADS = 512;  // largest block: an SM holds two, so that one loads while the other stores
 constexpr int ROW_VECTORS = 4;    // in flight per thread: 64 bytes times the threads of an SM cover memory latency
-constexpr int WIDE_VECTORS = 8;   // the same of long rows, for which what a thread does once a row then weighs half as
-                                  // much, and clusters are the smaller, and the sooner meet
+constexpr int WIDE_VECTORS = 8;   // for long rows: the fixed work per thread and row weighs half as much, and clusters
+                                  // have half as many blocks, which exchange their partials sooner
 
 // Largest blocks per SM: 1024 threads of 64 registers, or half as many where rows are loaded element by element.
 template <bool VECTORIZED>
@@ -44,10 +44,15 @@ __device__ inline int cluster_part(int vectors) {
 }
 #endif
 
-/// The row of this thread, and its vectors of that row: `first`, then every `step()`-th up to `end`. Without a cluster,
-/// blockDim.x threads share a row and a block has blockDim.y rows; blockDim.x may be part of a warp. In a cluster, all
-/// blocks share one row in equal parts of whole 128-byte lines. Their blocks have ROW_THREADS threads, so that
-/// addresses differ by constants: long rows are bound by instructions. ONE_ROW: the same for one block per row.
+/// The row of this thread, and its vectors of that row: `first`, then every `step()`-th up to `end`. A row of vectors
+/// v0, v1, …, with step s:
+///
+///             v0   v1   …   v(s−1) │ v(s)   …        │ …        vector v of thread x is at first + v · s
+///   thread    0    1    …   s − 1  │ 0      …  s − 1 │ …
+///
+/// Without a cluster, blockDim.x threads share a row and a block has blockDim.y rows; blockDim.x may be part of a warp.
+/// In a cluster, all blocks share one row in equal parts of whole 128-byte lines. Their blocks have ROW_THREADS threads,
+/// so that addresses differ by constants: long rows are bound by instructions. ONE_ROW: the same for one block per row.
 template <bool CLUSTER, bool ONE_ROW = CLUSTER>
 struct RowPartition {
     static constexpr bool ONE_ROW_PER_CTA = ONE_ROW;
@@ -56,7 +61,7 @@ struct RowPartition {
 
     __device__ static int step() { return ONE_ROW_PER_CTA ? ROW_THREADS : static_cast<int>(blockDim.x); }
 
-    // Of a row of so many vectors.
+    // Partitions rows of so many vectors.
     __device__ explicit RowPartition(int vectors) {
         row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
         first = threadIdx.x;
@@ -74,7 +79,7 @@ struct RowPartition {
     // This thread's v-th vector.
     __device__ int at(int v) const { return first + v * step(); }
 
-    // Whether this thread has a row, of `count`. Every cluster has one.
+    // Whether this thread has one of `count` rows. The grid has exactly one cluster, or block of ONE_ROW, per row.
     __device__ bool has_row(int64_t count) const { return ONE_ROW_PER_CTA || row < count; }
 
     // Whether vector v lies in the row, of `length` elements, and in this block's part of it.
@@ -146,9 +151,9 @@ __device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows
                  : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w)           \
                  : "l"(from), "r"(static_cast<uint32_t>(inside)))
 
-// Loads 16 bytes where `inside`. Predicated: ptxas moves no later load across a branch. Volatile: else ptxas may move
-// it across a barrier and hold registers meanwhile. CONSTANT (ld.global.nc): nothing writes this memory while the
-// kernel runs, nor while a PDL launch waits. ptxas may then move the load across stores.
+// Loads 16 bytes where `inside`. It is predicated, because ptxas moves no later load across a branch. It is volatile,
+// because ptxas might otherwise move it across a barrier and hold registers meanwhile. CONSTANT (ld.global.nc): nothing
+// writes this memory while the kernel runs, nor while a PDL launch waits. ptxas may then move the load across stores.
 template <bool CONSTANT>
 __device__ void load_if(uint4& word, const void* from, bool inside) {
     if constexpr (CONSTANT) {
@@ -159,7 +164,8 @@ __device__ void load_if(uint4& word, const void* from, bool inside) {
 }
 #undef KL_LOAD_IF
 
-// Makes the compiler forget the unpacked floats of a tile: unpacking again costs less than holding registers.
+// Makes the compiler forget the unpacked floats of a tile: to unpack them again costs less than to keep them in
+// registers.
 template <typename T, int VECTORS>
 __device__ void stay_packed(Vec<T> (&tile)[VECTORS]) {
 #pragma unroll
@@ -238,7 +244,7 @@ struct ReduceSmem<true, V> {
     uint64_t arrived;  // mbarrier that counts the bytes received
 };
 
-// Reduces `value` over groups of `lanes` neighbouring lanes, a power of two; every lane gets the result.
+// Reduces `value` over groups of `lanes` neighbouring lanes, a power of two. Every lane gets the result of its group.
 template <typename V, typename Op>
 __device__ V over_lanes(V value, Op op, int lanes) {
 #pragma unroll
@@ -252,10 +258,14 @@ struct Nothing {
     __device__ void operator()() const {}
 };
 
-/// Publishes each warp's `value` to all threads that share its row, where several warps do. Returns their number, a
-/// power of two, and points `partials` at them. All threads of the block must call it, once per `reduce_smem`. In a
-/// cluster, whose exchange takes longer, each thread calls `meanwhile()` before it waits: for loads that would
-/// otherwise come later.
+/// Publishes each warp's `value` to all threads that share its row, where several warps do. Returns the number of values, a
+/// power of two, and points `partials` at them. All threads of the block must call it, once per `reduce_smem`.
+///
+///   one block     warp w writes partials[w] of the row; __syncthreads
+///   a cluster     warp w of block b writes partials[b · warps + w] of every block, by DSMEM: lane l writes to block l.
+///                 The mbarrier `arrived` of each block counts the bytes.
+///
+/// The exchange of a cluster takes longer. Each thread calls `meanwhile()` before it waits, to issue loads for later.
 template <bool CLUSTER, typename V, typename F = Nothing>
 __device__ int exchange_over_row(const V& value, ReduceSmem<CLUSTER, V>& reduce_smem, const V*& partials,
                                  F&& meanwhile = F{}) {

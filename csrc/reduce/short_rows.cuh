@@ -62,7 +62,7 @@ struct MultiRowPartition {
         return at(v) * Vec<T>::size < static_cast<int>(of);
     }
 
-    // Address of this thread's vector v of its first row, for rows `step` elements apart; and the distance to its next
+    // Address of this thread's vector v of its first row, for rows `step` elements apart. next(): the distance to its next
     // row.
     template <typename T>
     __device__ T* begin(T* rows, int64_t step, int v = 0) const {
@@ -111,15 +111,21 @@ struct MultiRowPartition {
     }
 };
 
-// Selects between values; of two array elements the compiler would select between addresses, in local memory.
+// Selects between values. Given two array elements, the compiler would select between their addresses, and so keep the
+// array in local memory.
 __device__ inline float chosen(bool first, float a, float b) { return first ? a : b; }
 __device__ inline Pair chosen(bool first, const Pair& a, const Pair& b) {
     return {first ? a.first : b.first, first ? a.second : b.second};
 }
 
-// Reduces one value per row over `lanes` neighbouring lanes; each ROWS-th part of the lanes ends with the result of one
-// row, in order. Exchanged data halves at each step: four rows take three exchanges where separate reductions take
-// eight.
+// Reduces one value per row over `lanes` neighbouring lanes. Each ROWS-th part of the lanes ends with the result of one
+// row, in order. Lanes exchange what they do not keep, so that the data halves at each step. Four rows r0 … r3, 32 lanes:
+//
+//   lanes              0 … 7    8 … 15    16 … 23    24 … 31
+//   each begins with   r0 to r3 everywhere
+//   after xor 16       r0, r1   r0, r1    r2, r3     r2, r3       2 exchanges
+//   after xor 8        r0       r1        r2         r3           1 exchange
+//   after xor 4, 2, 1  the sum over all 32 lanes of that row      3 exchanges; four separate reductions would take 20
 template <int ROWS, typename V, typename Op>
 __device__ V reduce_rows_over_lanes(const V (&values)[ROWS], Op op, int lanes) {
     V value;
@@ -145,8 +151,8 @@ __device__ V reduce_rows_over_lanes(const V (&values)[ROWS], Op op, int lanes) {
     return value;
 }
 
-// Reduces each row's value over `lanes` neighbouring lanes, a power of two and at least ROWS; every lane gets all
-// results.
+// Reduces each row's value over `lanes` neighbouring lanes, a power of two and at least ROWS. Every lane gets the results
+// of all rows.
 template <int ROWS, typename V, typename Op>
 __device__ void each_over_lanes(V (&values)[ROWS], Op op, int lanes) {
     const V own = reduce_rows_over_lanes(values, op, lanes);
@@ -157,7 +163,7 @@ __device__ void each_over_lanes(V (&values)[ROWS], Op op, int lanes) {
     for (int r = 0; r < ROWS; ++r) values[r] = ROWS == 1 ? own : shuffle_from(own, first + r * (lanes / ROWS));
 }
 
-// The same over all threads of a block. Every reduction needs its own scratch.
+// Scratch of each_over_block, which does the same over all threads of a block. Every reduction needs its own.
 template <int ROWS, typename V>
 struct BlockReduceSmem {
     V partials[ROWS * WARP];  // for the warps of the largest block

@@ -1,6 +1,6 @@
 // Thread-block clusters (Hopper and later): size, rank, barrier and stores to distributed shared memory (DSMEM).
 // Unlike cluster_arrive_relaxed and cluster_wait of sm90.cuh, the barrier instructions here lack `.aligned`: the threads of
-// a warp may call them apart.
+// a warp may call them at different times.
 #pragma once
 
 #include "sm90/sm90.cuh"
@@ -18,13 +18,20 @@ __device__ inline uint32_t blocks() {
 /// log2 of the number of blocks, which is a power of two.
 __device__ inline int log2_blocks() { return __popc(blocks() - 1); }
 
-/// Orders only what fences order.
+/// Arrives at the cluster barrier. Writes before it are visible after the wait only if a fence has published them.
 __device__ inline void arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+/// Waits until all threads of the cluster have arrived.
 __device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-/// Sends 4, 8 or 16 bytes to the shared memory of block `rank` of the cluster, at the address of `shared` here. The mbarrier
-/// at the address of `barrier` in that block counts them. Only threads that wait at that mbarrier wait for the data; the
-/// cluster barrier would also wait for each thread's stores to global memory.
+/// Sends 4, 8 or 16 bytes to the shared memory of block `rank` of the cluster. `shared` and `barrier` are addresses in this
+/// block; the data and the mbarrier that counts its bytes have the same addresses in that block.
+///
+///   block 0                          block `rank`
+///   send(shared, v, barrier, rank)   shared ← v, barrier counts sizeof(v) bytes
+///                                    mbarrier_wait(barrier): v is there
+///
+/// Only threads that wait at that mbarrier wait for the data. The cluster barrier would also wait for each thread's stores
+/// to global memory.
 template <typename V>
 __device__ void send(uint32_t shared, const V& value, uint32_t barrier, uint32_t rank) {
     static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);

@@ -26,12 +26,28 @@ constexpr int WARPGROUP = 128;  // threads
 // ---- matrices in shared memory -------------------------------------------------------------------------------------
 //
 // A tile is stored as panels: rows of 128 bytes, each panel aligned to 1024 bytes. Chunk c (16 bytes) of row r is stored at
-// chunk c ^ (r % 8) of its row. TMA writes and wgmma reads this "128-byte swizzle", which places eight rows of one chunk
-// column in different banks.
+// chunk c ^ (r % 8) of its row. This is the "128-byte swizzle", which TMA writes and wgmma reads. Every number below is a
+// chunk of the matrix, drawn where it is stored. Chunk 2 of the eight rows lies in eight columns, so in different banks:
 //
-//   Major::K    a row is one m (or n) and runs along k: 64 elements of 16 bits, 32 of tf32. Panels of a longer k follow
-//               one another; the m (n) of one panel are as many as its rows.
-//   Major::MN   a row is one k and runs along m (or n): 64 elements of 16 bits. Wider tiles are several panels.
+//   row 0    0  1 [2] 3  4  5  6  7
+//   row 1    1  0  3 [2] 5  4  7  6
+//   row 2   [2] 3  0  1  6  7  4  5
+//   row 3    3 [2] 1  0  7  6  5  4
+//   row 4    4  5  6  7  0  1 [2] 3        An atom is eight rows, 1024 bytes. The pattern repeats from atom to atom.
+//   row 5    5  4  7  6  1  0  3 [2]
+//   row 6    6  7  4  5 [2] 3  0  1
+//   row 7    7  6  5  4  3 [2] 1  0
+//
+// What a row is depends on the operand. A tile of 64 × 128 elements of 16 bits takes two panels in both layouts:
+//
+//   Major::K: a row is one m (or n), and runs along k        Major::MN: a row is one k, and runs along m (or n)
+//
+//            k 0 … 63      k 64 … 127                                 m 0 … 63      m 64 … 127
+//   m 0     ┌─────────┐    ┌─────────┐                        k 0    ┌─────────┐    ┌─────────┐
+//     …     │ panel 0 │    │ panel 1 │                          …    │ panel 0 │    │ panel 1 │
+//   m 63    └─────────┘    └─────────┘                        k 63   └─────────┘    └─────────┘
+//
+// A row holds 64 elements of 16 bits, 32 of tf32, 128 of float8. tf32 and float8 must be Major::K.
 enum class Major { K, MN };
 
 constexpr int SWIZZLE_ROW = 128;    // bytes
@@ -59,16 +75,26 @@ __host__ __device__ constexpr uint64_t matrix_descriptor(uint32_t shared, uint32
     return uint64_t{(shared & 0x3ffff) / 16} | leading << 16 | uint64_t{SWIZZLE_ATOM / 16} << 32 | uint64_t{1} << 62;
 }
 
-/// Descriptor increment from one instruction's k to the next: 32 bytes along the row, or sixteen rows. The swizzle works on
-/// address bits, so a start inside the first row is valid for all eight.
+/// Descriptor increment from one instruction's k to the next: 32 bytes along the row, or sixteen rows. A start inside the
+/// first row is valid for all eight: the hardware applies the swizzle to the address bits that it computes.
 template <Major MAJOR>
 constexpr uint64_t DESCRIPTOR_STEP = MAJOR == Major::K ? 32 / 16 : 16 * SWIZZLE_ROW / 16;
 
 // ---- mbarrier ------------------------------------------------------------------------------------------------------
 //
 // An mbarrier in shared memory completes a phase after `count` arrivals and all expected bytes. Waiting for parity p returns
-// once the phase of that parity is complete. A new barrier is in phase 0, so that waiting for parity 1 returns at once
-// ("the phase before the first"), and waiting for parity 0 does not.
+// once the phase of that parity is complete. A new barrier is in phase 0: waiting for parity 0 blocks until that phase is
+// complete. Waiting for parity 1, "the phase before the first", returns at once.
+//
+// A pipeline has a full and an empty barrier per stage. Producer and consumers count how often they have gone round:
+//
+//   producer                                       consumer
+//   wait(empty[stage], phase ^ 1)                  wait(full[stage], phase)
+//   arrive_expect_tx(full[stage], bytes)           … read the stage …
+//   tma_load(stage, …, full[stage])                arrive(empty[stage])
+//   state.advance()                                state.advance()
+//
+// In its first round the producer waits for parity 1 of the empty barriers, and so not at all: all stages are free.
 
 __device__ inline void mbarrier_init(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -93,7 +119,8 @@ __device__ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t byte
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-/// Waits up to 10 ms. The hardware default is short, and each retry takes issue slots.
+/// Waits up to 10 ms and returns whether the phase is complete. The hardware's own limit is short, and each retry takes
+/// issue slots.
 __device__ inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
     constexpr uint32_t NANOSECONDS = 10'000'000;
     uint32_t done;
@@ -110,14 +137,14 @@ __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     }
 }
 
-/// Pipeline state: the current stage and the phase parity of its barriers.
+/// Pipeline state: the current stage, and the phase parity of its barriers, which changes with every round.
 template <int STAGES>
 struct PipelineState {
     int stage = 0;
     uint32_t phase = 0;
 
-    /// Initialises the barriers of all stages; one thread calls it, and a fence must follow. A stage is full after `fills`
-    /// arrivals and their bytes, and empty after `frees` arrivals.
+    /// Initialises the barriers of all stages. One thread calls it, and mbarrier_init_fence must follow. A stage is full
+    /// after `fills` arrivals and their bytes, and empty after `frees` arrivals.
     __device__ static void init(uint32_t full, uint32_t empty, uint32_t fills, uint32_t frees) {
         for (int s = 0; s < STAGES; ++s) {
             mbarrier_init(full + s * 8, fills);
@@ -213,7 +240,7 @@ __device__ inline void bulk_add(float* global, uint32_t shared, uint32_t bytes) 
                  : "memory");
 }
 
-/// Bulk copy of contiguous global memory to shared memory, a multiple of 16 bytes; one thread calls it, and `barrier` counts
+/// Bulk copy of contiguous global memory to shared memory, a multiple of 16 bytes. One thread calls it, and `barrier` counts
 /// the bytes. EVICT_LAST: with the L2 eviction policy of evict_last(), for data that is read once.
 template <bool EVICT_LAST>
 __device__ inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
@@ -243,8 +270,9 @@ __device__ inline bool elect_one() {
 // The warp's number, as a value that the compiler knows to be the same in all of its threads.
 __device__ inline int warp_index() { return __shfl_sync(FULL_MASK, static_cast<int>(threadIdx.x) / WARP, 0); }
 
-// Gives registers back, or takes them, for the rest of the kernel: by every warp of a warpgroup, multiples of 8. The
-// kernel needs __launch_bounds__(threads, 1), and one branch for each role.
+// Sets the registers per thread for the rest of the kernel: `decrease` releases some, `increase` waits until it gets them.
+// Every warp of the warpgroup must call it, with a multiple of 8. The kernel needs __launch_bounds__(threads, 1), and one
+// branch for each role.
 template <int REGISTERS>
 __device__ inline void registers_decrease() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -254,7 +282,8 @@ __device__ inline void registers_increase() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-/// Named barrier for `threads` of the block's threads. Number 0 is __syncthreads.
+/// Named barrier (0 to 15) for `threads` of the block's threads. Number 0 is that of __syncthreads. `sync` arrives and
+/// waits, `arrive` does not wait.
 __device__ inline void named_barrier_sync(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -269,8 +298,8 @@ __device__ inline uint32_t cluster_rank() {
 }
 /// Cluster barrier for all threads of all blocks: writes before the arrival are visible after the wait.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-/// Arrival without release, for barriers that only order the lifetime of shared memory. Other blocks may still read it
-/// at the kernel's end, or overwrite what has been read.
+/// Arrival without release: it orders no writes. It suffices where the barrier only tells others that they may overwrite
+/// this block's shared memory, or that this block no longer accesses theirs.
 __device__ inline void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -279,6 +308,7 @@ __device__ inline void cluster_sync() {
     cluster_arrive();
     cluster_wait();
 }
+/// The last barrier of a kernel: no block ends while others may still access its shared memory.
 __device__ inline void cluster_leave() {
     cluster_arrive_relaxed();
     cluster_wait();
@@ -315,9 +345,15 @@ __device__ inline void stmatrix(uint32_t shared, uint32_t r0, uint32_t r1, uint3
 //
 //     wgmma_fence();  Wgmma<N>::multiply<T, …>(d, a, b, accumulate); …  wgmma_commit();  …  wgmma_wait<0>();
 //
-// Between the fence and the wait nothing may access d or overwrite the operands. Warp w of the warpgroup holds rows
-// 16w … 16w + 15; lane 4g + t holds, of columns 8j … 8j + 7, d[4j] = (g, 2t), d[4j + 1] = (g, 2t + 1), d[4j + 2] and
-// d[4j + 3] the same of row g + 8. A from registers: as mma's A (mma.cuh), 16 rows a warp.
+// Between the fence and the wait nothing may access d or overwrite the operands.
+//
+// Accumulator: warp w of the warpgroup holds rows 16w … 16w + 15. Of columns 8j … 8j + 7, lane 4g + t holds:
+//
+//                  columns 8j + 2t, 8j + 2t + 1
+//   row g          d[4j],     d[4j + 1]
+//   row g + 8      d[4j + 2], d[4j + 3]
+//
+// Each 8×8 square is that of mma.sync (core/mma.cuh). An A from registers has the layout of mma's A, 16 rows per warp.
 //
 // Major::MN exists for 16-bit types only: operands of tf32 and float8 must run along k.
 
@@ -347,7 +383,8 @@ __device__ inline void wgmma_pin(R (&registers)[COUNT]) {
 template <int N>
 struct Wgmma;
 
-// N / 2 asm placeholders, by tens, and their operands, by eights.
+// N / 2 asm placeholders, by tens, and their operands, by eights: KL_P32 is "%0, …, %31", and KL_D32(C) is C(d[0]), …,
+// C(d[31]).
 #define KL_P10(tens)                                                                                       \
     ", %" #tens "0, %" #tens "1, %" #tens "2, %" #tens "3, %" #tens "4, %" #tens "5, %" #tens "6, %" #tens \
     "7, %" #tens "8, %" #tens "9"
@@ -373,9 +410,10 @@ struct Wgmma;
 #define KL_UPDATED(x) "+f"(x)
 #define KL_WRITTEN(x) "=f"(x)
 
-// N outputs per row in R registers. P0 … P6 number the operands after them. With A in shared memory: descriptors of A
-// and B, whether to accumulate, transposing bits of A and B. With A in registers: its four, the descriptor of B,
-// whether to accumulate, B's bit.
+// N outputs per row in R = N / 2 registers per thread. P0 … P6 are the placeholders of the operands that follow them:
+//
+//   A in shared memory   descriptors of A and B, whether to accumulate, transposing bits of A and B
+//   A in registers       its four registers, the descriptor of B, whether to accumulate, B's transposing bit
 #define KL_WGMMA_SHARED(N, K, TYPE, R, A, B, ACCUMULATE, BITS, ...)                              \
     asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " ACCUMULATE                \
                  ", 0;\n"                                                                        \

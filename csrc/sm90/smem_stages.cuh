@@ -10,9 +10,15 @@ namespace kl {
 // norms' backward pass took a seventh longer.
 constexpr int STAGE_ALIGNMENT = 128;
 
-/// A thread's 16-byte stages in shared memory. Each thread copies and reads only its own, so that no barrier is needed,
-/// and cp.async holds no register while data is in flight. THREADS: the block's, where known, and the distance between
-/// stages of a thread. SINGLE_USE: copies use the cache policy of evict_last().
+/// A thread's 16-byte stages in shared memory. Each thread copies and reads only its own, so that no barrier is needed.
+/// cp.async holds no register while data is in flight.
+///
+///             thread 0   thread 1   …   thread THREADS − 1
+///   stage 0   16 bytes   16 bytes   …   16 bytes
+///   stage 1   16 bytes   16 bytes   …   16 bytes
+///
+/// THREADS: the threads of the block, where known at compile time; neighbouring stages of a thread are as many vectors
+/// apart. SINGLE_USE: copies use the cache policy of evict_last().
 template <typename T, int THREADS = 0, bool SINGLE_USE = true>
 struct SmemStages {
     uint4* own;
@@ -34,7 +40,8 @@ struct SmemStages {
         for (int v = 0; v < ROW_VECTORS; ++v) reinterpret_cast<uint4&>(tile[v]) = *stage(begin + v);
     }
 
-    // Copies vector v of a row to stage begin + v. Zeros stand past the row's end and for a thread without a row.
+    // Copies this thread's V vectors of a row, vector v to stage begin + v. Zeros stand past the row's end and for a thread
+    // without a row.
     template <bool VECTORIZED, int V, typename Partition>
     __device__ void fetch(int begin, const T* row, const Rows& rows, const Partition& partition, bool has_row,
                           int64_t length) const {
@@ -51,8 +58,8 @@ struct SmemStages {
         }
     }
 
-    // The same for a parameter, through the L1 (.ca): the SM's other blocks read it too. `absent` stands for a null
-    // one.
+    // The same for a parameter, through the L1 (.ca): the SM's other blocks read it too. `absent` replaces a parameter that
+    // is null.
     template <bool VECTORIZED, int V, typename Partition>
     __device__ void fetch_parameter(int begin, const T* parameter, const Rows& rows, const Partition& partition,
                                     int64_t length, float absent) const {

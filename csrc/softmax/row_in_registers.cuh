@@ -8,8 +8,8 @@ namespace kl {
 
 // ---- online softmax state ------------------------------------------------------------------------------------------
 
-/// Maxima of at least this magnitude are far. There x · log2 e rounds by more than a power of two can hold, or overflows;
-/// but distinct elements differ by at least 64, so that all but the maximum weigh nothing.
+/// Maxima of at least this magnitude are far. There the rounding error of x · log2 e is too large for an exponent, or the
+/// product overflows. But distinct elements differ by at least 64, so that all but the maximum weigh nothing.
 constexpr float FAR = 1 << 30;
 
 __device__ inline bool is_far(float row_max) { return fabsf(row_max) >= FAR && row_max != NEG_INF; }

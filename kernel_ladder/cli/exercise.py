@@ -308,5 +308,7 @@ def _print_times(event: dict[str, Any], console: Console) -> None:
         Column(""),
     ]
     console.print(fit(console, columns, lines, LeftOut()))
+    if on_gpu and event["slow"]:
+        say(console, event["slow"], "yellow")
     if not on_gpu:
         say(console, "Triton is interpreted here: these times mean nothing. On a GPU they do.", "dim")

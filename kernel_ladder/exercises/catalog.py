@@ -26,8 +26,10 @@ _ORDER = (
     "rms_norm_backward",
     "flash_attention",
     "cuda_gelu",
+    "cuda_gelu_vectorized",
     "cuda_row_sum",
     "cuda_matmul",
+    "cuda_matmul_pipeline",
 )
 
 EXERCISES: tuple[Exercise, ...] = tuple(_BY_NAME[name] for name in _ORDER)

@@ -12,6 +12,9 @@ from kernel_ladder.spec import Case
 
 DIFFICULTIES = ("easy", "medium", "hard")
 
+#: A right solution is slow from this multiple of the time of the table's rung on.
+SLOW = 1.25
+
 
 @dataclass(frozen=True)
 class Mistake:
@@ -41,6 +44,9 @@ class Exercise:
         timed: the id of a case of the operation's sweep.
         mistakes: those that the check recognises.
         backward: whether the gradients are checked too.
+        capability: the least compute capability of a GPU that can run it.
+        otherwise: told where a wrong result looks like nothing that is known.
+        slow: what makes a right solution slow, told where it takes `SLOW` times as long as the table's rung.
         dtypes: checked where kernels are interpreted; compiled kernels of Triton have float32, float16 and bfloat16.
     """
 
@@ -55,6 +61,9 @@ class Exercise:
     timed: str
     mistakes: Sequence[Mistake] = ()
     backward: bool = False
+    capability: tuple[int, int] = (0, 0)
+    otherwise: str = "Compare a small case by hand: print inside the kernel works in the interpreter."
+    slow: str = ""
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16)
 
     @property

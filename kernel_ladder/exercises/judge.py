@@ -100,6 +100,13 @@ def judge(path: Path, with_files: list[Path], timed: bool = True) -> Iterator[Ev
         how = "gpu" if device().type == "cuda" else "emulated" if own_kernel else "interpreted"
         yield {"event": "rung", "op": variant.op, "name": variant.name, "exercise": name, "how": how}
         reason = None if own_kernel else table.unavailable(variant.op, variant.level) or variant.here()
+        if exercise is not None and how == "gpu":
+            found_here = torch.cuda.get_device_capability()
+            if found_here < exercise.capability:
+                least = ".".join(map(str, exercise.capability))
+                reason = (
+                    f"compute capability {least} or later is needed, and this GPU has {'.'.join(map(str, found_here))}"
+                )
         if reason is not None:
             raise RungFileError(f"argument `file`: {variant.name} cannot run on this machine: {reason}")
         right = True
@@ -193,8 +200,9 @@ def _deviation(
             wrong = error == error.max()
         lost = wrong & (value.isnan() | value.isinf()) & exact.isfinite()
         index = (lost if lost.any() else wrong).nonzero()[0].tolist()
-        cause = None
+        cause, otherwise = None, Exercise.otherwise
         if exercise is not None:
+            otherwise = exercise.otherwise
             cause = causes.known_mistake(exercise, name, got, exact, standard.bound, inputs, case.options, grad)
         return {
             "what": name,
@@ -205,7 +213,7 @@ def _deviation(
             "got": value[tuple(index)].item(),
             "bound": deviation.norm_bound if by_norm else standard.bound,
             "norm": deviation.norm_error if by_norm else None,
-            "cause": cause or causes.symptom(got, exact, wrong, standard.bound),
+            "cause": cause or causes.symptom(got, exact, wrong, standard.bound) or otherwise,
         }
     raise AssertionError("some result deviates")
 

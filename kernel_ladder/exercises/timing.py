@@ -12,7 +12,7 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.exercises.exercise import Exercise
+from kernel_ladder.exercises.exercise import SLOW, Exercise
 from kernel_ladder.level_packages import load as load_package
 from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, dtype_name, each, has_gradient
 from kernel_ladder.table import Variant
@@ -62,7 +62,14 @@ def times(variant: Variant, exercise: Exercise | None, device: torch.device) -> 
         "bytes": spec.bytes(case, inputs[0].element_size(), grad is not None),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "us": {name: 1e6 * seconds for name, seconds in found.items()},
+        "slow": None if exercise is None else _slow(exercise, variant.name, found),
     }
+
+
+def _slow(exercise: Exercise, own: str, seconds: dict[str, float]) -> str | None:
+    """What probably makes a right solution slow, where it is slower than the rung of the table by much."""
+    by_table = seconds.get(exercise.rung)
+    return exercise.slow or None if by_table is not None and seconds[own] > SLOW * by_table else None
 
 
 def _case(variant: Variant, exercise: Exercise | None, device: torch.device) -> Case | None:

@@ -26,8 +26,14 @@ SPLIT_ROWS = 16
 #: Head dimensions whose gradients were measured beside cuDNN's on Hopper, and keys up to which the cuda level is ahead
 #: at the lesser one.
 HEADS_WITH_GRADIENTS, LONGEST_NARROW = (64, 96, 128), 8192
-#: The widest head dimension of packed sequences whose gradients wgmma multiplies on Hopper.
-WIDEST_PACKED = 128
+#: The widest head dimension whose gradients wgmma multiplies on Hopper.
+WIDEST_BACKWARD = 128
+#: Keys times padded head dimension up to which `wgmma` has the fastest backward on Hopper: a block of
+#: `warp_specialized` then has few tiles of queries, between which it waits for its neighbours' sums.
+SHORT_BACKWARD = 2**16
+#: Rows of a packed sequence, in the mean, from which `warp_specialized` takes the backward pass. It pads the sums of
+#: dQ, in float32, to whole tiles of each sequence: shorter ones would multiply their memory.
+SHORTEST_PACKED = 32
 
 
 def _scores(tile: tuple[int, int], overhead: int, seqlen_q: int, seqlen_k: int, first: int, last: int) -> int:
@@ -108,7 +114,21 @@ def triton_for_gradients_of_packed(inputs: Inputs, options: Options) -> tuple[st
     if not wants_gradient(*inputs):
         return ()
     widest = max(concrete(query.shape[-1]), concrete(value.shape[-1]))
-    return () if widest <= WIDEST_PACKED and query.is_cuda and is_hopper(query.get_device()) else ("triton.flash",)
+    return () if widest <= WIDEST_BACKWARD and query.is_cuda and is_hopper(query.get_device()) else ("triton.flash",)
+
+
+def backward_on_hopper(head_dim: int, keys: int) -> str:
+    """Whose backward pass is the fastest on Hopper, for the rungs of attention that have none of their own."""
+    if head_dim > WIDEST_BACKWARD:
+        return "flash"
+    padded = NARROW_HEAD if head_dim <= NARROW_HEAD else WIDEST_BACKWARD
+    return "wgmma" if keys * padded <= SHORT_BACKWARD else "warp_specialized"
+
+
+def packed_backward_on_hopper(head_dim: int, rows: int, sequences: int) -> str:
+    """Whose backward pass packed sequences of so many rows have, after a forward pass on Hopper."""
+    fits = head_dim <= WIDEST_BACKWARD and sequences * SHORTEST_PACKED <= rows
+    return "warp_specialized" if fits else "flash"
 
 
 RULES = {

@@ -85,3 +85,21 @@ def _near(grad: torch.Tensor) -> torch.Tensor:
     if grad.is_contiguous():  # the common case, and a quick check
         return grad
     return grad.contiguous() if last_offset(grad) >= 2**31 > grad.numel() else grad
+
+
+def as_traced(x: torch.Tensor | None) -> torch.Tensor | None:
+    """`x` as kernels read it: its sign resolved, and aligned to 16 bytes, as the trace assumed without data."""
+    if x is None:
+        return x
+    x = torch.resolve_neg(x)
+    return aligned(x) if x.storage_offset() * x.element_size() % 16 == 0 else x
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy with its strides where it begins off 16 bytes."""
+    if x.data_ptr() % 16 == 0:
+        return x
+    # Of elements that are one in memory, one is copied.
+    shape = [1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
+    once = torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
+    return once.copy_(x[tuple(slice(size) for size in shape)]).expand(x.shape)

@@ -15,7 +15,7 @@ from kernel_ladder import user_rungs
 from kernel_ladder.__main__ import main
 from kernel_ladder.cli import exercise as exercise_command
 from kernel_ladder.errors import RungFileError
-from kernel_ladder.exercises import catalog, guards, judge, template
+from kernel_ladder.exercises import catalog, guards, judge, template, timing
 from kernel_ladder.exercises.cuda import CudaKernel
 from kernel_ladder.exercises.exercise import DIFFICULTIES
 from kernel_ladder.inspection.heads import ladder
@@ -89,6 +89,8 @@ def test_a_template_is_a_solution_with_gaps(exercise):
 def test_the_solution_passes(exercise, folder, scratch_table):
     if exercise.level == "triton":  # those in CUDA bring their own kernel, emulated without a GPU
         skip_unless_available(exercise.op, "triton")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < exercise.capability:
+        pytest.skip(f"needs compute capability {exercise.capability}")
     path = written(folder, f"solved_{exercise.name}", template.solution(exercise))
     event = last_event(path)
     assert event["event"] == "passed", json.dumps(event, default=str)
@@ -123,11 +125,21 @@ WRONG = [
     ("flash_attention", "<= q_rows[:, None]", "< q_rows[:, None]", "NaN|hides the diagonal"),
     ("flash_attention", "acc * rescale[:, None]", "acc", "`acc` is not rescaled"),
     ("cuda_gelu", "    if (i >= numel) return;\n", "", "past the end of a tensor"),
+    ("cuda_gelu_vectorized", "j < numel; ++j", "j < 0; ++j", "were never written"),
+    ("cuda_gelu_vectorized", "gelu(v.y), gelu(v.z), gelu(v.w)", "gelu(v.x), gelu(v.x), gelu(v.x)", "v.y, v.z and v.w"),
+    ("cuda_gelu_vectorized", "i + VECTOR <= numel", "i < numel", "past the end of a tensor"),
     ("cuda_row_sum", "i += blockDim.x", "i += n_cols", "first 256 elements"),
     ("cuda_matmul", "b_tile[k][threadIdx.x]", "b_tile[threadIdx.x][k]", ""),
 ]
-if not torch.cuda.is_available():  # a GPU need not show a race, the emulator always does
-    WRONG.append(("cuda_matmul", "threadIdx.x];\n        __syncthreads();", "threadIdx.x];", ""))
+ARRIVES = "        barrier_arrive(&empty[stage]);\n"
+WAITS = "        barrier_wait(&full[stage], round & 1);\n"
+if not torch.cuda.is_available():  # a GPU need not show a race, the emulator always does; nor does a hang end there
+    WRONG += [
+        ("cuda_matmul", "threadIdx.x];\n        __syncthreads();", "threadIdx.x];", ""),
+        ("cuda_matmul_pipeline", WAITS, WAITS + ARRIVES, "overwritten while consumers still read"),
+        ("cuda_matmul_pipeline", WAITS, "", "read before their bytes"),
+        ("cuda_matmul_pipeline", "expect(&full[stage], 2 *", "expect(&full[stage], ", "bytes that full"),
+    ]
 
 
 @pytest.mark.parametrize(("name", "right", "wrong", "said"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
@@ -145,18 +157,21 @@ def test_a_wrong_solution_is_told_why(name, right, wrong, said, folder, scratch_
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
 @pytest.mark.parametrize(
-    ("right", "wrong", "said"),
+    ("name", "right", "wrong", "said"),
     [
-        ("float sum = 0.0f;", "float sum = 0.0f", "CompileError: kernel:.* error: expected"),
+        ("cuda_matmul", "float sum = 0.0f;", "float sum = 0.0f", "CompileError: kernel:.* error: expected"),
         (
+            "cuda_matmul",
             "float sum = 0.0f;",
             "float sum = 0.0f; if (row == 0) __syncwarp();",
             "Deadlock: some threads of a block wait",
         ),
+        ("cuda_matmul_pipeline", "full[stage], round & 1", "full[stage], 0", "arrivals or bytes that never come"),
+        ("cuda_matmul_pipeline", "a_tile[stage][i], from", "a_tile[stage][i], from + 1", "that 16 divides"),
     ],
 )
-def test_what_the_emulator_cannot_run_is_told(right, wrong, said, folder, scratch_table):
-    text = template.solution(catalog.named("cuda_matmul"))
+def test_what_the_emulator_cannot_run_is_told(name, right, wrong, said, folder, scratch_table):
+    text = template.solution(catalog.named(name))
     assert right in text
     event = last_event(written(folder, "refused", text.replace(right, wrong)))
     assert event["event"] == "error", event
@@ -183,6 +198,14 @@ def test_warps_exchange_values_in_the_emulator():
         CudaKernel(source, "sums")(1, 2048, out, x)
     with pytest.raises(ValueError, match="argument `grid` must be one to three positive ints, got 0"):
         CudaKernel(source, "sums")(0, 64, out, x)
+
+
+def test_a_slow_solution_is_told_what_makes_it_slow():
+    vectors = catalog.named("cuda_gelu_vectorized")
+    assert "float4" in timing._slow(vectors, "cuda.mine", {"cuda.mine": 2.0, vectors.rung: 1.0})
+    assert timing._slow(vectors, "cuda.mine", {"cuda.mine": 1.1, vectors.rung: 1.0}) is None
+    assert timing._slow(vectors, "cuda.mine", {"cuda.mine": 2.0}) is None
+    assert timing._slow(catalog.named("add"), "triton.mine", {"triton.mine": 2.0, "triton.fused": 1.0}) is None
 
 
 def test_a_check_without_a_gpu_says_that_one_is_needed(folder, capsys, monkeypatch, scratch_table):

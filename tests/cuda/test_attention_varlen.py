@@ -10,7 +10,6 @@ import torch
 
 import cuda_impl
 import kernel_ladder
-from cuda_impl import attention_varlen
 from kernel_ladder import autograd, gpu, selection, table
 from kernel_ladder.spec import Case
 from kernel_ladder.testing.agreement import agreement
@@ -78,24 +77,6 @@ def test_what_a_ring_saves_is_what_the_forward_pass_saves(name, longest):
         found = variant.saved_from(inputs, outputs, options)
     same = [x is y if isinstance(x, torch.Tensor) else x == y for x, y in zip(found, saved, strict=True)]
     assert all(same), same
-
-
-@needs_extension
-@pytest.mark.parametrize(
-    ("rows", "sequences", "d", "d_v", "on_hopper"),
-    [
-        (64, 1, 64, 64, True),
-        (64, 2, 128, 128, True),
-        (63, 2, 128, 128, False),  # short sequences
-        (4096, 8, 136, 64, False),
-        (4096, 8, 64, 256, False),
-    ],
-)
-def test_whose_backward_pingpong_has(rows, sequences, d, d_v, on_hopper):
-    query, value, offsets = (
-        torch.empty(*shape, device="meta") for shape in ((rows, 4, d), (rows, 4, d_v), (sequences + 1,))
-    )
-    assert attention_varlen._on_hopper(query, value, offsets) == on_hopper
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------

@@ -300,3 +300,14 @@ def test_what_would_be_chosen_elsewhere_agrees_here(built_everywhere):
                 variant = selection.resolve(op, "auto", of_call, case.options)
                 found = agreement(spec, functools.partial(run_variant, variant), inputs, case.options, grad)
             assert found.agrees, f"{variant}: {found}"
+
+
+def test_nothing_is_captured_where_no_gpu_was_used(monkeypatch):
+    """PyTorch for CUDA asks the driver, which a machine without a GPU does not have."""
+
+    def no_driver():
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", no_driver)
+    assert not gpu.capturing()

@@ -115,6 +115,38 @@ def test_results_share_no_memory_with_arguments(op):
         torch.testing.assert_close(found, torch.full_like(x, 3.0 if op == "add" else 1.0))
 
 
+def test_a_variant_gets_operands_that_begin_where_it_takes_them(monkeypatch):
+    """Addresses are known after the choice alone: one compiled program is called with operands from anywhere."""
+
+    def unsupported(*inputs, **options):
+        return None if all(address(x) % 16 == 0 for x in inputs) else "TMA reads rows that start on 16 bytes"
+
+    def forward(input, other):
+        assert unsupported(input, other) is None
+        return input * other, (input, other)
+
+    def backward(saved, grad, needs):
+        input, other = saved
+        assert unsupported(input, other) is None
+        return grad * other, grad * input
+
+    # A product, because its gradient needs both operands.
+    needs_it = table.Variant("add", "torch.tma", forward=forward, backward=backward, unsupported=unsupported)
+    monkeypatch.setitem(table._variants["add", "torch"], "torch.tma", needs_it)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x, y):
+        return kernel_ladder.add(x, y, backend="torch.tma")
+
+    x, y = (torch.arange(1.0, 101.0, device=DEVICE) for _ in range(2))
+    for first in (0, 1, 3, 4):
+        a = x[first : first + 32].view(4, 8).requires_grad_()
+        for b in (y[first : first + 32].view(4, 8), y[first : first + 8].expand(4, 8)):
+            found = compiled(a, b)
+            torch.testing.assert_close(found, a * b)
+            torch.testing.assert_close(*torch.autograd.grad(found.sum(), a), b)
+
+
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
 @pytest.mark.parametrize("level", ["torch", "triton", "cuda"])
 def test_an_exported_program_takes_any_number_of_rows(level, strict):

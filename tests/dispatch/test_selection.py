@@ -10,6 +10,7 @@ import torch
 import kernel_ladder
 from kernel_ladder import UnsupportedError, selection, table
 from kernel_ladder.__main__ import main
+from kernel_ladder.selection.attention import backward_on_hopper, packed_backward_on_hopper
 from kernel_ladder.selection.orders import ORDERS
 from kernel_ladder.selection.rules import RULES
 
@@ -119,3 +120,30 @@ def test_packed_sequences_with_gradients_prefer_triton(heads_kv):
     prefer = RULES["attention_varlen", "auto"]
     assert prefer((query, key, key, offsets, offsets), {}) == ()
     assert prefer((query, key.requires_grad_(), key, offsets, offsets), {}) == ("triton.flash",)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keys", "step"),
+    [
+        (64, 1024, "wgmma"),
+        (64, 1025, "warp_specialized"),
+        (65, 512, "wgmma"),  # padded to 128
+        (128, 513, "warp_specialized"),
+        (136, 64, "flash"),
+    ],
+)
+def test_whose_backward_pass_attention_has_on_hopper(head_dim, keys, step):
+    assert backward_on_hopper(head_dim, keys) == step
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "sequences", "step"),
+    [
+        (64, 64, 1, "warp_specialized"),
+        (128, 64, 2, "warp_specialized"),
+        (128, 63, 2, "flash"),  # short sequences
+        (136, 4096, 8, "flash"),
+    ],
+)
+def test_whose_backward_pass_packed_sequences_have_on_hopper(head_dim, rows, sequences, step):
+    assert packed_backward_on_hopper(head_dim, rows, sequences) == step

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from cuda_impl import attention, attention_varlen
 from kernel_ladder import table
+from kernel_ladder.selection import attention as selection
 from kernel_ladder.spec import Case
 from kernel_ladder.table import Variant
 from kernel_ladder.testing.samples import make_inputs
@@ -46,11 +46,11 @@ def workspace(variant: Variant, d: int) -> int:
     """Bytes beside the gradients that a rung's backward may hold at once: linear in the length of the sequences."""
     if variant.op == "attention_varlen":
         tiles = HEADS * (QUERIES // TILE + len(LENGTHS))
-        hopper = variant.name == "cuda.pingpong" and d <= attention_varlen.HOPPER_HEAD_DIM
+        hopper = variant.name == "cuda.pingpong" and d <= selection.WIDEST_BACKWARD
         return of_warp_specialized(tiles, 64 if d <= 64 else 128) if hopper else of_flash(HEADS * QUERIES)
     step = variant.name.removeprefix("cuda.")
     if step in ("pingpong", "persistent"):
-        step = attention._fastest(d, QUERIES)
+        step = selection.backward_on_hopper(d, QUERIES)
     tiles = HEADS * -(-QUERIES // TILE)
     if step == "wgmma":
         return of_wgmma(tiles)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,12 +108,16 @@ def test_labels_are_checked_on_the_host_alone():
     assert compiled(x, target).isnan()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_logits_are_made_in_chunks(reduction, monkeypatch):
-    """No product of the triton level has all rows of the logits; gradients are added up over the chunks."""
-    skip_unless_available("linear_cross_entropy", "triton")
-    from triton_impl import linear_cross_entropy as chunked
+def _chunked(level: str) -> ModuleType:
+    skip_unless_available("linear_cross_entropy", level)
+    return importlib.import_module(f"{level}_impl.linear_cross_entropy")
 
+
+@pytest.mark.parametrize("level", ["triton"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_logits_are_made_in_chunks(reduction, level, monkeypatch):
+    """No product of a chunked rung has all rows of the logits; gradients are added up over the chunks."""
+    chunked = _chunked(level)
     shapes, multiply = [], chunked.multiply
 
     def recorded(c, a, b, **more):
@@ -124,7 +131,7 @@ def test_logits_are_made_in_chunks(reduction, monkeypatch):
     target = target % 21
     target[7] = -100
     weight = torch.randn(21, 24, device=DEVICE, requires_grad=True)
-    found = kl.linear_cross_entropy(x, weight, target, reduction=reduction, backend="triton.chunked")
+    found = kl.linear_cross_entropy(x, weight, target, reduction=reduction, backend=f"{level}.chunked")
     expected = kl.linear_cross_entropy(x, weight, target, reduction=reduction, backend="torch.naive")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     grad = torch.linspace(1, 2, found.numel(), device=DEVICE).view(found.shape)
@@ -136,12 +143,40 @@ def test_logits_are_made_in_chunks(reduction, monkeypatch):
     assert max(rows for rows, classes in shapes if classes == 21) == 16
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_products_by_tensor_descriptors(dtype, monkeypatch):
-    """A number of classes that descriptors do not take has padded rows of logits, whatever lies in the padding."""
-    skip_unless_available("linear_cross_entropy", "triton")
-    from triton_impl import linear_cross_entropy as chunked
+@pytest.mark.parametrize("level", ["triton"])
+def test_gradients_are_scaled_where_they_lie(level):
+    """The last backward pass returns the memory that the forward pass filled; one that keeps the graph copies it."""
+    _chunked(level)
+    x, target = _rows(20, 24)
+    target = target % 21
+    weight = torch.randn(21, 24, device=DEVICE, requires_grad=True)
+    grad = torch.full((), 0.5, device=DEVICE)
 
+    def loss(**options):
+        found = kl.linear_cross_entropy(x, weight, target, backend=f"{level}.chunked", **options)
+        return found, {t.data_ptr() for t in found.grad_fn.saved_tensors if t.dim() == 2}
+
+    found, saved = loss()
+    assert len(saved) == 2
+    kept = [torch.autograd.grad(found, (x, weight), grad, retain_graph=True) for _ in range(2)]
+    kept.append(torch.autograd.grad(found, (x, weight), grad, create_graph=True))
+    assert saved.isdisjoint(t.data_ptr() for gradients in kept for t in gradients)
+    last = torch.autograd.grad(found, (x, weight), grad)
+    assert {t.data_ptr() for t in last} == saved
+    for gradients in kept:
+        assert all(a.equal(b) for a, b in zip(gradients, last, strict=True))
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(found, (x, weight), grad)
+    found, saved = loss(reduction="sum")
+    found.backward()
+    assert {x.grad.data_ptr(), weight.grad.data_ptr()} == saved
+
+
+@pytest.mark.parametrize("level", ["triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_by_tensor_descriptors(dtype, level, monkeypatch):
+    """A number of classes that TMA does not take has padded rows of logits, whatever lies in the padding."""
+    chunked = _chunked(level)
     made, make = [], chunked._empty_logits
 
     def filled(x, weight):
@@ -154,7 +189,7 @@ def test_products_by_tensor_descriptors(dtype, monkeypatch):
     monkeypatch.setattr(chunked, "LEAST_ROWS", 16)
     target = torch.randint(0, 77, (40,), device=DEVICE)
     x, weight = ((torch.randn(n, 64, device=DEVICE) / 8).to(dtype).requires_grad_() for n in (40, 77))
-    found = kl.linear_cross_entropy(x, weight, target, backend="triton.chunked")
+    found = kl.linear_cross_entropy(x, weight, target, backend=f"{level}.chunked")
     expected = kl.linear_cross_entropy(x.double(), weight.double(), target, backend="torch.naive")
     torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
     gradients = (torch.autograd.grad(loss, (x, weight)) for loss in (found, expected))

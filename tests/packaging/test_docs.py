@@ -116,6 +116,30 @@ def test_exercises_are_in_their_page():
         assert f"| {each.op} `{each.rung}` |" in page
 
 
+def test_a_term_in_italics_is_in_the_glossary():
+    text = (ROOT / "docs" / "glossary.md").read_text().lower()
+    terms = {part for bold in re.findall(r"\*\*(.+?)\*\*", text) for part in re.split(r"[,()] *| and ", bold)}
+    pages = [ROOT / "docs" / "primer.md", *(ROOT / "docs" / "lessons").glob("*.md")]
+    found = 0
+    for page in pages:
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for term in re.findall(r"(?<!\*)\*([^*\n.]+)\*(?!\*)", prose):
+            word = term.lower().strip()
+            assert {word, word.removesuffix("s"), word.removesuffix("es")} & {t.strip() for t in terms}, (
+                f"{page}: {term}"
+            )
+            found += 1
+    assert found > 40
+
+
+def test_pages_that_the_readme_names_stand():
+    named = re.findall(r"`(docs/[\w/-]+(?:\.md|/))`", README)
+    assert len(named) > 10
+    for name in named:
+        assert (ROOT / name).exists(), f"README.md names {name}"
+    assert len(README.splitlines()) <= 250
+
+
 def test_links_to_files_stand():
     for page in ("README.md", "CONTRIBUTING.md", "docs/extending.md", "docs/measuring.md"):
         for name in re.findall(r"`((?:kernel_ladder|torch_ref|tests|_build)/[\w/]+\.py)`", (ROOT / page).read_text()):

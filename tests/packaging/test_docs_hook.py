@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,8 +52,74 @@ def test_the_table_of_lengths_is_that_of_its_rows_or_names_the_command(hook, mon
     assert hook.on_page_markdown("{{ table dynamic }}", PAGE) == "*No rows yet: `python -m bench dynamic` writes them.*"
 
 
+GELU = 'gelu {} "16384x4096 tanh"'
+
+
+def data(written: str) -> dict[str, str]:
+    return dict(re.findall(r'data-(\w+)="([^"]*)"', written))
+
+
+def test_a_prediction_holds_its_formula_against_the_row(hook):
+    written = hook.on_page_markdown(f'{{{{ predict us {GELU.format("cuda.vectorized")} by="2 · T / copy" }}}}', PAGE)
+    (row,) = [
+        each
+        for each in hook.rows()
+        if (each["op"], each["backend"], each["shape"], each["dtype"], each["pass"])
+        == ("gelu", "cuda.vectorized", "16384x4096 tanh", "bfloat16", "forward")
+    ]
+    expected = 1e6 * 2 * (16384 * 4096 * 2) / (hook.best_ceiling("ceiling.copy", "gbs") * 1e9)
+    found = data(written)
+    assert found["unit"] == "µs"
+    assert float(found["measured"]) == pytest.approx(row["us"], rel=1e-5)
+    assert float(found["formula"]) == pytest.approx(expected, rel=1e-5)
+    assert f"2 · T / {hook.ceiling('copy')} = <strong>{hook.microseconds(expected)}</strong>" in written
+    assert f"<strong>{hook.microseconds(row['us'])}</strong>: gelu cuda.vectorized" in written
+    assert row["gpu"] in written
+    assert f"off by {max(row['us'] / expected, expected / row['us']):.2f}×" in written
+
+
+def test_a_predicted_ratio_and_counter_are_those_of_their_markers(hook):
+    call = 'gelu torch.builtin torch.naive "16384x4096 tanh"'
+    written = hook.on_page_markdown(f'{{{{ predict ratio {call} by="52 / 2" }}}}', PAGE)
+    assert f">{float(data(written)['measured']):.3g}<" in hook.on_page_markdown(f"{{{{ ratio {call} }}}}", PAGE)
+    assert (data(written)["formula"], data(written)["unit"]) == ("26", "times")
+    call = 'softmax cuda.online "issue slots" "16384x4096"'
+    written = hook.on_page_markdown(f'{{{{ predict counter {call} by="100 / 2" }}}}', PAGE)
+    assert f">{float(data(written)['measured']):.0f} %<" in hook.on_page_markdown(f"{{{{ counter {call} }}}}", PAGE)
+    assert (data(written)["formula"], data(written)["unit"]) == ("50", "%")
+
+
+def test_every_prediction_of_a_lesson_is_a_fold_that_the_script_finds():
+    script = (ROOT / "docs" / "javascripts" / "predict.js").read_text()
+    assert "extra_javascript: [javascripts/predict.js]" in (ROOT / "mkdocs.yml").read_text()
+    assert "details.predict" in script
+    assert ".prediction" in script
+    for page in sorted((ROOT / "docs" / "lessons").glob("[1-8]-*.md")):
+        text = page.read_text()
+        folds = re.findall(r'<details class="question predict" markdown="1">\n(.*?)</details>', text, re.DOTALL)
+        assert folds, page
+        for fold in folds:
+            assert re.match(r'<summary markdown="1">Predict: .*</summary>\n\n\{\{ predict .* by=".*" \}\}\n', fold), (
+                page
+            )
+        assert len(folds) == text.count("{{ predict ")
+
+
 @pytest.mark.parametrize(
-    "marker", ["{{ table lengths }}", "{{ table }}", "{{ figure swizle }}", "{{ us gelu cuda.none x }}"]
+    "marker",
+    [
+        "{{ table lengths }}",
+        "{{ table }}",
+        "{{ figure swizle }}",
+        "{{ us gelu cuda.none x }}",
+        '{{ counter softmax cuda.online stalls "16384x4096" }}',
+        '{{ predict us gelu cuda.none "16384x4096 tanh" by="T / copy" }}',
+        '{{ predict counter softmax cuda.online stalls "16384x4096" by="1" }}',
+        '{{ predict us gelu cuda.vectorized "16384x4096 tanh" by="2 · U / copy" }}',
+        '{{ predict us gelu cuda.vectorized "16384x4096 tanh" by="2 · T /" }}',
+        '{{ predict us gelu cuda.vectorized "16384x4096 tanh" }}',
+        '{{ predict share gelu cuda.vectorized "16384x4096 tanh" by="1" }}',
+    ],
 )
 def test_a_marker_of_what_is_not_there_ends_the_build_and_is_named(hook, marker):
     with pytest.raises(hook.PluginError) as raised:

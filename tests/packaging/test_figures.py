@@ -130,7 +130,7 @@ def test_every_lane_has_the_sum_after_its_shuffles(lanes):
 
 
 def test_bytes_that_an_sm_needs_are_those_of_the_primer():
-    (said,) = re.findall(r"an SM needs (\d+) KB \(H100\)", (ROOT / "docs" / "primer.md").read_text())
+    (said,) = re.findall(r"an SM must have (\d+) KB \(H100\)", (ROOT / "docs" / "primer.md").read_text())
     assert processor.kib_needed() == pytest.approx(float(said), rel=0.1)
 
 

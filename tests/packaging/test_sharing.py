@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -279,7 +280,7 @@ def test(i):
 """
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "two workers"])
+@pytest.mark.parametrize("workers", [[], ["-p", "xdist", "-n", "2"]], ids=["one process", "two workers"])
 def test_an_interrupted_run_goes_on(workers, tmp_path):
     path, passed = tmp_path / "test_some.py", tmp_path / "new" / "passed.txt"
     shared = (ROOT / "tests" / "resume.py").read_text()
@@ -288,11 +289,11 @@ def test_an_interrupted_run_goes_on(workers, tmp_path):
         "import resume\npytest_addoption = resume.add_option\npytest_configure = resume.record\n"
         "def pytest_collection_modifyitems(config, items):\n    resume.leave_out(config, items)\n"
     )
-    said = []
+    said, env = [], {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # importing plugins takes seconds
     for good in (False, True, True):
         path.write_text(RESUMED.format(good=good))
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--resume", str(passed), *workers]
-        said.append(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout)
+        said.append(subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False).stdout)
     assert "1 failed, 3 passed" in said[0]
     assert "1 passed" in said[1]
     assert "3 deselected" in said[1] or workers

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ import kernel_ladder
 from kernel_ladder import table
 
 from ..conftest import DEVICE, alone, needs_gpu
+from ..processes import run_python
 
 if (reason := table.unavailable("matmul", "triton")) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -29,14 +28,7 @@ from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **variables},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_python(["-c", code], {**os.environ, **variables})
 
 
 def test_a_wrong_value_of_the_environment_variable_is_an_error():

@@ -238,7 +238,11 @@ def _collapsed(input: torch.Tensor, dims: tuple[int, ...]) -> tuple[list[int], l
 
 
 def _plans(input: torch.Tensor, dims: tuple[int, ...]) -> list[LaunchPlan]:
-    """The launches that sum a tensor: one, two where it is split, none where it is empty."""
+    """The launches that sum a tensor: one, two where it is split, none where it is empty.
+
+    The kernel follows the layout of memory: along rows, across columns, or by strides. That is the rung's idea, not a
+    selection among rungs, and it is made once per shape and strides.
+    """
     if input.numel() == 0:
         return []
     sizes, (strides, out_strides), lengths, steps = _collapsed(input, dims)
