@@ -26,21 +26,18 @@ SPLIT_KIB = {64: 98, 128: 100, 256: 136}
 HOPPER_BACKWARD = ("wgmma", "warp_specialized")
 #: Steps that have backward kernels of their own.
 BACKWARD = ("naive", "flash", *HOPPER_BACKWARD)
+#: Steps that have kernels of their own for the gradient of an additive mask, as all have that take one.
+MASK_BACKWARD = ("naive", "flash")
 #: Further arguments of a step's backward: `deterministic`, which sums dQ in one order.
 _MORE = {"warp_specialized": (True,)}
 
 #: Values that a fused forward saves where no weight is dropped; else those of dropout's mask follow.
 KEEPING_ALL = 10
+#: Threshold, factor and seed of dropout where no weight is dropped.
+_KEEPS_ALL = (0, 1.0, 0)
 
 #: Queries, of all heads that share keys, that csrc/attention/split_kv.cu holds in one tile.
 SPLIT_ROWS = 16
-
-
-def _no_mask_gradient(attn_mask: torch.Tensor | None) -> str | None:
-    """What every backward asks of a call."""
-    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
-        return "the gradient of an additive mask is given at the torch, compile and triton levels and by xla.jit only"
-    return None
 
 
 def _naive_unsupported(
@@ -50,7 +47,7 @@ def _naive_unsupported(
     attn_mask: torch.Tensor | None = None,
     **options: object,
 ) -> str | None:
-    if (reason := unsupported(query) or _no_mask_gradient(attn_mask)) is not None:
+    if (reason := unsupported(query)) is not None:
         return reason
     scores_bytes = 4 * query.numel() // query.shape[-1] * key.shape[-2]
     if scores_bytes > (limit := gpu.of(query.get_device()).memory):
@@ -74,7 +71,7 @@ def flash_unsupported(
     **options: object,
 ) -> str | None:
     """What ``flash`` asks of a call, of batches or of packed sequences."""
-    return _mma_unsupported(query, attn_mask)
+    return _mma_unsupported(query)
 
 
 def split_too_large(query: torch.Tensor, value: torch.Tensor) -> str | None:
@@ -91,10 +88,10 @@ def split_too_large(query: torch.Tensor, value: torch.Tensor) -> str | None:
     )
 
 
-def _mma_unsupported(query: torch.Tensor, attn_mask: torch.Tensor | None) -> str | None:
+def _mma_unsupported(query: torch.Tensor) -> str | None:
     """What every step that multiplies by mma.sync asks of a call."""
     if query.is_cuda and (query.dtype is torch.bfloat16 or query.dtype is torch.float16):
-        return no_code(query.get_device()) or _no_mask_gradient(attn_mask)
+        return no_code(query.get_device())
     if (reason := unsupported(query)) is not None:
         return reason
     return "flash attention multiplies on tensor cores in float16 and bfloat16; they would round float32 to tf32"
@@ -122,9 +119,9 @@ def hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | None
         **options: object,
     ) -> str | None:
         if not _runs_hopper_steps(query.get_device(), query.dtype):
-            return _mma_unsupported(query, attn_mask) or without_wgmma(query.get_device())
+            return _mma_unsupported(query) or without_wgmma(query.get_device())
         if attn_mask is not None:
-            return _no_mask_gradient(attn_mask) or f"{step} takes causal masks and windows, but no mask in memory"
+            return f"{step} takes causal masks and windows, but no mask in memory"
         sizes = query.shape
         if len(sizes) != 4:
             return f"{step} takes 4 dimensions (B, H, S, D), got {len(sizes)}"
@@ -151,11 +148,12 @@ def _split_unsupported(
     rows = query.shape[-2] * (query.shape[-3] // max(key.shape[-3], 1))
     if rows > SPLIT_ROWS:
         return f"split_kv is for few queries: at most {SPLIT_ROWS} share a head of keys, got {rows}"
-    return _mma_unsupported(query, attn_mask) or split_too_large(query, value)
+    return _mma_unsupported(query) or split_too_large(query, value)
 
 
 def _gradients(gradients: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
-    return (*(g if need else None for g, need in zip(gradients, needs[:3], strict=True)), *(None for _ in needs[3:]))
+    """Those that are wanted: of query, key and value, and where the call has a mask, of that."""
+    return tuple(g if need else None for g, need in zip(gradients, needs, strict=False))
 
 
 def _read_by_kernels(name: str, grad: torch.Tensor) -> torch.Tensor:
@@ -180,6 +178,7 @@ def _register(name: str, unsupported, backward_of: Callable[[int, int], str]) ->
     """
     run = getattr(torch.ops.kernel_ladder.attention, name)
     takes_output = name != "naive"
+    place_of_mask = 5 if takes_output else 3  # in what a forward saves
     dropping = name in climb("attention_dropout")
 
     def in_two_parts(attn_mask: torch.Tensor | None) -> bool:
@@ -203,16 +202,15 @@ def _register(name: str, unsupported, backward_of: Callable[[int, int], str]) ->
         sizes, seqlen_k = query.shape, key.shape[-2]
         first, last = band(is_causal, window_size, sizes[-2], seqlen_k)
         scale = scale_of(sizes[-1], scale)
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(*sizes[:-1], seqlen_k)
-        others = (attn_mask, first, last, scale, enable_gqa)
+        expanded = None if attn_mask is None else attn_mask.expand(*sizes[:-1], seqlen_k)
+        others = (first, last, scale, enable_gqa)
         if seed is None:
-            output, lse = run(query, key, value, *others)
+            output, lse = run(query, key, value, expanded, *others)
         else:  # of a rung that drops weights
             others = (*others, philox.threshold(dropout_p), philox.scale(dropout_p), seed)
-            output, lse = torch.ops.kernel_ladder.attention_dropout.flash(query, key, value, *others)
+            output, lse = torch.ops.kernel_ladder.attention_dropout.flash(query, key, value, expanded, *others)
         results = (output, lse) if takes_output else ()
-        saved = (query, key, value, *results, *others)
+        saved = (query, key, value, *results, attn_mask, *others)  # the mask's gradient has its own shape
         if not return_lse:
             return output, saved
         return (output, lse[0] + lse[1] if in_two_parts(attn_mask) else lse), saved
@@ -225,8 +223,17 @@ def _register(name: str, unsupported, backward_of: Callable[[int, int], str]) ->
         if len(saved) > KEEPING_ALL:
             run_backward = torch.ops.kernel_ladder.attention_dropout_backward.flash
         saved = _with_dense_output(step, saved)
-        gradients = run_backward(_read_by_kernels(step, grad), grad_lse, *saved, *_MORE.get(step, ()))
-        return _gradients(gradients, needs)
+        grad = _read_by_kernels(step, grad)
+        of_mask = None
+        if (attn_mask := saved[place_of_mask]) is not None:
+            if needs[3]:
+                run_mask_backward = getattr(torch.ops.kernel_ladder.attention_mask_backward, step)
+                dropout = _KEEPS_ALL if len(saved) == KEEPING_ALL else ()
+                of_mask = run_mask_backward(grad, grad_lse, *saved, *dropout)
+            expanded = attn_mask.expand(*saved[0].shape[:-1], saved[1].shape[-2])
+            saved = (*saved[:place_of_mask], expanded, *saved[place_of_mask + 1 :])
+        gradients = run_backward(grad, grad_lse, *saved, *_MORE.get(step, ()))
+        return _gradients((*gradients, of_mask), needs)
 
     def saved_from(inputs: Inputs, outputs: tuple[torch.Tensor, ...], options: Options) -> tuple:
         query, key, value = inputs
@@ -242,6 +249,12 @@ def _register(name: str, unsupported, backward_of: Callable[[int, int], str]) ->
     def fake_gradients(grad, grad_lse, query, key, value, *others):
         return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
+    def fake_of_mask(grad, grad_lse, *saved):
+        attn_mask = saved[place_of_mask]
+        return attn_mask.new_empty(attn_mask.shape)
+
+    if name in MASK_BACKWARD:
+        torch.library.register_fake(f"kernel_ladder::attention_mask_backward.{name}", fake_of_mask)
     operators = ("attention", "attention_dropout") if dropping else ("attention",)
     for operator in operators:
         torch.library.register_fake(f"kernel_ladder::{operator}.{name}", fake)

@@ -9,6 +9,17 @@
 
 namespace kl {
 
+void launch_flash_delta(const Tensor& delta, const float* grad_lse, const Tensor& grad, const Tensor& output,
+                        const Attention& a, const Launch& launch) {
+    dispatch_16bit(grad.scalar_type(), "attention_backward", [&](auto zero) {
+        using T = decltype(zero);
+        const auto grid = grid_size(ceil_div(a.rows(), DELTA_THREADS / WARP));
+        attention_flash_delta_kernel<T><<<grid, DELTA_THREADS, 0, launch.stream>>>(
+            static_cast<float*>(delta.data_ptr()), grad_lse, make_view<T>(grad), make_view<T>(output), a);
+        KL_LAUNCH_CHECK();
+    });
+}
+
 std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, const std::optional<Tensor>& grad_lse,
                                                             const Tensor& query, const Tensor& key, const Tensor& value,
                                                             const Tensor& output, const Tensor& lse,

@@ -11,6 +11,8 @@
 // Two kernels that sum in registers give the same bits each time. The key kernel computes transposed squares, Sᵀ = K · Qᵀ.
 // So in both kernels the weights stay in registers as the A operand of the next product.
 //
+// The gradient of an additive mask is dS: flash_mask_gradient.cu sums it.
+//
 //   kernel   resident tiles   streamed tiles, two stages   per step
 //   query    Q, dO            K, V                         S = Q · Kᵀ,   dP = dO · Vᵀ,   dQ += dS · K
 //   key      K, V             Q, dO, statistics            Sᵀ = K · Qᵀ,  dPᵀ = V · dOᵀ,  dV += Pᵀ · dO,  dK += dSᵀ · Q
@@ -31,6 +33,9 @@ void launch_flash_masked_backward(const FlashGradients<half>& operands, const At
                                   const Launch& launch);
 void launch_flash_masked_backward(const FlashGradients<bfloat16>& operands, const Attention& a,
                                   const General& sequences, const Launch& launch);
+/// Computes `delta`, less the gradient of the log-sum-exp where that is not null. In flash_backward.cu.
+void launch_flash_delta(const Tensor& delta, const float* grad_lse, const Tensor& grad, const Tensor& output,
+                        const Attention& a, const Launch& launch);
 
 namespace {
 
@@ -338,14 +343,9 @@ View<T> gradient_view(const Tensor& gradient) {
     return make_view<T>(gradient);
 }
 
-/// Checks what the forward pass returned, and returns the gradients of query, key and value.
-template <typename Sequences>
-std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const std::optional<Tensor>& grad_lse,
-                                                  const Tensor& query, const Tensor& key, const Tensor& value,
-                                                  const Tensor& output, const Tensor& lse, const Mask& mask,
-                                                  bool hides_left, const Attention& a, const Sequences& sequences,
-                                                  const std::optional<DropoutMask>& dropout = {}) {
-    const float* of_lse = grad_lse_pointer(grad_lse, query, a);
+/// Checks the output's gradient and what the forward pass returned.
+inline void check_saved(const Tensor& grad, const Tensor& query, const Tensor& output, const Tensor& lse,
+                        const Mask& mask, const Attention& a) {
     check_attention_output(grad, query, a, "grad");
     check_attention_output(output, query, a, "output");
     check_cuda(lse, "attention_backward", "lse");
@@ -353,6 +353,17 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const std:
                  lse.get_device_index() == query.get_device_index() &&
                  lse.numel() == a.rows() * (mask.additive() ? 2 : 1),
              "attention_backward: argument `lse` must be what the forward pass returned");
+}
+
+/// The gradients of query, key and value.
+template <typename Sequences>
+std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const std::optional<Tensor>& grad_lse,
+                                                  const Tensor& query, const Tensor& key, const Tensor& value,
+                                                  const Tensor& output, const Tensor& lse, const Mask& mask,
+                                                  bool hides_left, const Attention& a, const Sequences& sequences,
+                                                  const std::optional<DropoutMask>& dropout = {}) {
+    const float* of_lse = grad_lse_pointer(grad_lse, query, a);
+    check_saved(grad, query, output, lse, mask, a);
     const Launch launch(query);
     Tensor grad_query = empty_gradient<Sequences>(query), grad_key = empty_gradient<Sequences>(key),
            grad_value = empty_gradient<Sequences>(value);
@@ -360,7 +371,8 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const std:
         for (Tensor* gradient : {&grad_query, &grad_key, &grad_value}) fill_zero(*gradient, launch.stream);
         return {grad_query, grad_key, grad_value};
     }
-    Tensor delta = empty_like_query(query, ScalarType::Float, 0);
+    const Tensor delta = empty_like_query(query, ScalarType::Float, 0);
+    launch_flash_delta(delta, of_lse, grad, output, a, launch);
     dispatch_16bit(query.scalar_type(), "attention_backward", [&](auto zero) {
         using T = decltype(zero);
         const FlashGradients<T> operands{make_view<T>(query),
@@ -374,10 +386,6 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const std:
                                          make_lse(lse, mask, a).log_sum,
                                          static_cast<const float*>(delta.data_ptr()),
                                          mask};
-        const auto grid = grid_size(ceil_div(a.rows(), DELTA_THREADS / WARP));
-        attention_flash_delta_kernel<T><<<grid, DELTA_THREADS, 0, launch.stream>>>(
-            static_cast<float*>(delta.data_ptr()), of_lse, operands.grad, make_view<T>(output), a);
-        KL_LAUNCH_CHECK();
         if (mask.kind != MaskKind::NONE || hides_left || dropout) {
             return launch_flash_masked_backward(operands, a, General(sequences, dropout), launch);
         }

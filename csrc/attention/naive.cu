@@ -9,6 +9,7 @@
 // strides exchanged.
 
 #include "attention/attention.cuh"
+#include "attention/mask_sums.cuh"
 
 namespace kl {
 namespace {
@@ -94,6 +95,32 @@ __global__ void attention_naive_softmax_backward_kernel(float* grad_weights, con
     for (int64_t j = lane; j < columns; j += WARP) grad_weights[j] = weights[j] * (grad_weights[j] - sum);
 }
 
+/// The gradient of a mask: each of its elements is the sum of `summands` scores' gradients, of which `own` finds the first
+/// and `shared` the others. WIDTH threads, one or the whole block, have an element.
+template <int WIDTH, typename T>
+__global__ void attention_naive_mask_backward_kernel(T* grad_mask, const float* grad_scores,
+                                                     const __grid_constant__ Strided own,
+                                                     const __grid_constant__ Strided shared, int64_t elements,
+                                                     int64_t summands) {
+    const int64_t element = (int64_t{blockIdx.x} * THREADS + threadIdx.x) / WIDTH;
+    if (element >= elements) return;
+    grad_scores += own.offset(element);
+    const int thread = threadIdx.x % WIDTH;
+    float sum = 0.0f;
+    for (int64_t first = thread; first < summands; first += PARTIAL * WIDTH) {
+        float partial = 0.0f;
+        for (int64_t i = first; i < min(first + PARTIAL * WIDTH, summands); i += WIDTH) {
+            partial += grad_scores[shared.offset(i)];
+        }
+        sum += partial;
+    }
+    if constexpr (WIDTH == THREADS) {
+        __shared__ float scratch[THREADS / WARP];
+        sum = block_reduce(sum, Sum{}, scratch);
+    }
+    if (thread == 0) grad_mask[element] = from_float<T>(sum);
+}
+
 // ---- host ----------------------------------------------------------------------------------------------------------
 
 template <typename T>
@@ -133,6 +160,36 @@ Tensor attention_weights(const Attention& a, const Mask& mask, const Tensor& que
         static_cast<float*>(weights.data_ptr()), static_cast<float*>(lse.data_ptr()), rows, a.S_k);
     KL_LAUNCH_CHECK();
     return weights;
+}
+
+// The gradient of the scores, in memory as they are.
+template <typename T>
+Tensor attention_grad_scores(const Attention& a, const View<T>& grad, const float* grad_lse, const Tensor& weights,
+                             const Tensor& value, cudaStream_t stream) {
+    const Tensor grad_scores = empty_dense(weights);
+    const auto ds = make_view<float>(grad_scores);
+    product(ds, grad, transpose(make_view<T>(value, a.group())), {a.batches, a.S_q, a.S_k, a.D_v, a.heads, 1, 1.0f},
+            stream);
+    if (const int64_t rows = a.rows(); rows * a.S_k > 0) {
+        attention_naive_softmax_backward_kernel<<<grid_size(ceil_div(rows, THREADS / WARP)), THREADS, 0, stream>>>(
+            ds.data, static_cast<const float*>(weights.data_ptr()), grad_lse, rows, a.S_k);
+        KL_LAUNCH_CHECK();
+    }
+    return grad_scores;
+}
+
+// A thread has an element of the mask with fewer summands than this, else a block.
+constexpr int64_t SUMMANDS_OF_A_BLOCK = 2 * WARP;
+
+template <int WIDTH, typename T>
+void sum_grad_scores(const Tensor& grad_mask, const Tensor& grad_scores, const BroadcastMask& mask,
+                     cudaStream_t stream) {
+    const int64_t dim = grad_scores.dim();
+    const auto grid = grid_size(ceil_div(mask.elements, THREADS / WIDTH));
+    attention_naive_mask_backward_kernel<WIDTH, T><<<grid, THREADS, 0, stream>>>(
+        static_cast<T*>(grad_mask.data_ptr()), static_cast<const float*>(grad_scores.data_ptr()), mask.walk_own(dim),
+        mask.walk_shared(dim), mask.elements, mask.summands);
+    KL_LAUNCH_CHECK();
 }
 
 }  // namespace
@@ -184,21 +241,42 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, 
         product(make_view<T>(grad_value), transpose(p), g,
                 {a.batches, a.S_k, a.D_v, a.S_q, a.heads_kv, a.group(), 1.0f}, stream);
 
-        const Tensor grad_scores = empty_dense(weights);
+        const Tensor grad_scores = attention_grad_scores<T>(a, g, of_lse, weights, value, stream);
         const auto ds = make_view<float>(grad_scores);
-        product(ds, g, transpose(make_view<T>(value, a.group())), {a.batches, a.S_q, a.S_k, a.D_v, a.heads, 1, 1.0f},
-                stream);
-        if (const int64_t rows = a.rows(); rows * a.S_k > 0) {
-            attention_naive_softmax_backward_kernel<<<grid_size(ceil_div(rows, THREADS / WARP)), THREADS, 0, stream>>>(
-                ds.data, p.data, of_lse, rows, a.S_k);
-            KL_LAUNCH_CHECK();
-        }
         product(make_view<T>(grad_query), ds, make_view<T>(key, a.group()),
                 {a.batches, a.S_q, a.D, a.S_k, a.heads, 1, a.scale}, stream);
         product(make_view<T>(grad_key), transpose(ds), make_view<T>(query),
                 {a.batches, a.S_k, a.D, a.S_q, a.heads_kv, a.group(), a.scale}, stream);
     });
     return {grad_query, grad_key, grad_value};
+}
+
+Tensor attention_mask_backward_naive(const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query,
+                                     const Tensor& key, const Tensor& value, const Tensor& attn_mask, int64_t first,
+                                     int64_t last, double scale, bool enable_gqa) {
+    const Attention a = prepare_attention(query, key, value, first, last, scale, enable_gqa);
+    const BroadcastMask mask(attn_mask, query, a);
+    check_attention_output(grad, query, a, "grad");
+    const float* of_lse = grad_lse_pointer(grad_lse, query, a);
+    const Launch launch(query);
+    Tensor grad_mask = empty_dense(attn_mask);
+    if (a.rows() * a.S_k == 0) {
+        fill_zero(grad_mask, launch.stream);
+        return grad_mask;
+    }
+    Tensor lse = empty_like_query(query, ScalarType::Float, 0);
+    dispatch(query.scalar_type(), "attention_mask_backward", [&](auto zero) {
+        using T = decltype(zero);
+        const Tensor weights = attention_weights<T>(a, mask.mask, query, key, lse, launch.stream);
+        const Tensor grad_scores =
+            attention_grad_scores<T>(a, make_view<T>(grad), of_lse, weights, value, launch.stream);
+        if (mask.summands < SUMMANDS_OF_A_BLOCK) {
+            sum_grad_scores<1, T>(grad_mask, grad_scores, mask, launch.stream);
+        } else {
+            sum_grad_scores<THREADS, T>(grad_mask, grad_scores, mask, launch.stream);
+        }
+    });
+    return grad_mask;
 }
 
 void attention_naive_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
@@ -211,6 +289,10 @@ void attention_naive_kernel_attributes(std::vector<KernelAttributes>& attributes
             kernel_attributes<attention_naive_product_kernel<T, float, T>>("attention.naive.output", THREADS));
         attributes.push_back(
             kernel_attributes<attention_naive_softmax_backward_kernel>("attention_backward.naive.softmax", THREADS));
+        attributes.push_back(kernel_attributes<attention_naive_mask_backward_kernel<1, T>>(
+            "attention_backward.naive.mask.thread", THREADS));
+        attributes.push_back(kernel_attributes<attention_naive_mask_backward_kernel<THREADS, T>>(
+            "attention_backward.naive.mask.block", THREADS));
         attributes.push_back(kernel_attributes<attention_naive_fill_kernel>("attention.naive.fill", THREADS));
     });
 }

@@ -25,8 +25,8 @@ struct RowShift {
 };
 
 /// For a query outside, or one that sees no key, the logarithm is infinite: its weights are exp(−∞) = 0.
-template <typename T>
-__device__ RowShift row_shift(const FlashGradients<T>& p, int64_t row, bool inside) {
+template <typename Operands>
+__device__ RowShift row_shift(const Operands& p, int64_t row, bool inside) {
     const float lse = inside ? p.lse[row] : -INFINITE;
     if (lse == -INFINITE) return {0.0f, INFINITE};
     if (p.log_sum == nullptr) return {0.0f, lse * LOG2E};

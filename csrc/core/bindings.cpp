@@ -157,6 +157,15 @@ const std::vector<Schema>& schemas() {
               " Tensor output, Tensor lse, Tensor? attn_mask, SymInt first, SymInt last, float scale, bool enable_gqa,"
               " int threshold, float drop_scale, SymInt seed) -> (Tensor, Tensor, Tensor)",
               attention_dropout_backward_flash),
+        // The gradient of an additive mask, in the mask's own shape, which broadcasts to that of the scores. A threshold of
+        // 0 and a factor of 1 drop no weight.
+        KL_OP("attention_mask_backward.naive(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
+              " Tensor attn_mask, SymInt first, SymInt last, float scale, bool enable_gqa) -> Tensor",
+              attention_mask_backward_naive),
+        KL_OP("attention_mask_backward.flash(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
+              " Tensor output, Tensor lse, Tensor attn_mask, SymInt first, SymInt last, float scale, bool enable_gqa,"
+              " int threshold, float drop_scale, SymInt seed) -> Tensor",
+              attention_mask_backward_flash),
         KL_OP("attention_varlen_backward.flash(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
               " Tensor output, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q,"
               " SymInt max_seqlen_k, int left, int right, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
@@ -348,6 +357,7 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     attention_paged_kernel_attributes(attributes, dtype);
     attention_flash_backward_kernel_attributes(attributes, dtype);
     attention_flash_masked_backward_kernel_attributes(attributes, dtype);
+    attention_flash_mask_gradient_kernel_attributes(attributes, dtype);
     attention_wgmma_backward_kernel_attributes(attributes, dtype);
     attention_warp_specialized_backward_kernel_attributes(attributes, dtype);
     add_kernel_attributes(attributes, dtype);

@@ -222,6 +222,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_dropout_backward_flash(
     const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& output, const Tensor& lse, const std::optional<Tensor>& attn_mask, int64_t first,
     int64_t last, double scale, bool enable_gqa, int64_t threshold, double drop_scale, int64_t seed);
+Tensor attention_mask_backward_naive(const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query,
+                                     const Tensor& key, const Tensor& value, const Tensor& attn_mask, int64_t first,
+                                     int64_t last, double scale, bool enable_gqa);
+Tensor attention_mask_backward_flash(const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query,
+                                     const Tensor& key, const Tensor& value, const Tensor& output, const Tensor& lse,
+                                     const Tensor& attn_mask, int64_t first, int64_t last, double scale,
+                                     bool enable_gqa, int64_t threshold, double drop_scale, int64_t seed);
 void attention_naive_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_masked_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
@@ -234,6 +241,7 @@ void attention_varlen_kernel_attributes(std::vector<KernelAttributes>& attribute
 void attention_flash_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_paged_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_masked_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_flash_mask_gradient_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_wgmma_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_warp_specialized_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 

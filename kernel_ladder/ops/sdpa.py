@@ -64,7 +64,7 @@ def attention(
     Returns:
         A tensor ``(B, H, S_q, D_v)``, or ``(S_q, D_v)`` for matrices. With `return_lse` also one of shape
         ``(B, H, S_q)``, or ``(S_q,)``, in float32 (float64 for float64), −inf for a query that sees no key.
-        Differentiable once, in query, key and value, and in an additive mask except at the cuda level.
+        Differentiable once, in query, key, value and an additive mask, whose gradient has the mask's own shape.
 
     Source: Vaswani et al., Attention Is All You Need, arXiv:1706.03762.
     """

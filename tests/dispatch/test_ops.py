@@ -59,6 +59,7 @@ MORE = {
             ((2, 4, 9, 16),) * 3,
             {"is_causal": True, "scale": None, "enable_gqa": False, "dropout_p": 0.3, "seed": 5},
         ),
+        Case("", (*((2, 4, 9, 16),) * 3, (4, 1, 9)), {"is_causal": False, "scale": None, "enable_gqa": False}),
     ],
     "linear_cross_entropy": [  # two chunks
         Case(
@@ -126,6 +127,11 @@ def test_opcheck(overload):
             "attention.flash",
             lambda x: (x[None], x[None], x[None], x[:3], -4, 4, 1.0, False),
             "argument `attn_mask` must have the shape of the scores",
+        ),
+        (
+            "attention_mask_backward.naive",
+            lambda x: (x[None], None, x[None], x[None], x[None], x[:3], -4, 4, 1.0, False),
+            "argument `attn_mask` must broadcast to the shape of the scores",
         ),
         ("add.vectorized", lambda x: (x, x[:, :3]), "sizes 4 and 3 do not broadcast"),
         ("sum.two_stage", lambda x: (x, [0, 2], False), "argument `dim` must hold each dimension once"),

@@ -113,7 +113,7 @@ def test_the_gradient_of_a_mask_is_given_or_refused():
     for variant in VARIANTS:
         if table.unavailable("attention", variant.level) is not None:
             continue
-        if variant.name in ("torch.naive", "triton.flash", "triton.split_kv", "xla.jit"):
+        if variant.name in ("torch.naive", "triton.flash", "triton.split_kv", "xla.jit", "cuda.naive"):
             output = kernel_ladder.attention(*inputs, backend=variant.name)
             (found,) = torch.autograd.grad(output.square().sum(), inputs[3])
             torch.testing.assert_close(found, expected)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import cuda_impl
 import kernel_ladder
-from kernel_ladder import autograd, table
+from kernel_ladder import autograd, gpu, table
 from kernel_ladder.spec import Case, as_leaves
 from kernel_ladder.testing.agreement import evaluate
 from kernel_ladder.testing.deviation import compare
-from kernel_ladder.testing.samples import make_grad, make_inputs
+from kernel_ladder.testing.samples import make_grad, make_inputs, on_absent_gpu
 
 from ..conftest import DEVICE, skip_unless_it_runs
 
@@ -111,3 +112,17 @@ def test_the_backward_gives_weights_their_sum_under_masks_of_large_numbers(varia
     # The values' gradients are the weights of the two heads that share them: they add up to two.
     sums = gradients["grad 2"].double().sum(-2)
     torch.testing.assert_close(sums, torch.full_like(sums, 2), rtol=0.02, atol=0)
+
+
+@pytest.mark.skipif(cuda_impl.extension() is None, reason="the extension kernel_ladder._C was not built")
+@pytest.mark.parametrize("queries", [2, 40])
+@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.5, "seed": 3}], ids=["", "dropout"])
+def test_cuda_rungs_that_take_a_mask_give_its_gradient(queries, dropout):
+    of = Case("", ((2, 4, queries, 64), (2, 2, 300, 64), (2, 2, 300, 64), (4, 1, 300)), {**OPTIONS, **dropout})
+    taken = []
+    for gradients in (False, True):
+        with gpu.pretend("H100"), on_absent_gpu(of, torch.bfloat16, gradients=gradients) as inputs:
+            variants = table.variants("attention", "cuda")
+            taken.append([v.name for v in variants if v.unsupported(*inputs, **of.options) is None])
+    few = ["cuda.split_kv"] if queries == 2 else []
+    assert taken[0] == taken[1] == (["cuda.flash"] if dropout else ["cuda.naive", "cuda.flash", *few])
