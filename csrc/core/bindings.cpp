@@ -33,9 +33,6 @@ struct Schema {
 #define KL_OP(signature, function) \
     Schema { signature, boxed<&function> }
 
-#define KL_ROPE \
-    "(Tensor input, Tensor table, bool interleaved, bool backward, Tensor? offsets=None, SymInt offset=0) -> Tensor"
-
 // The rung of a normalisation is the overload and the function's template argument alike.
 #define KL_NORM(op, step, arguments) KL_OP(#op "." #step arguments, op<NormStep::step>)
 #define KL_LAYER_NORM "(Tensor input, Tensor? weight, Tensor? bias, float eps, bool keep) -> (Tensor, Tensor)"
@@ -192,8 +189,12 @@ const std::vector<Schema>& schemas() {
         KL_OP("swiglu_backward.naive(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)", swiglu_backward_naive),
         KL_OP("swiglu_backward.vectorized(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
               swiglu_backward_vectorized),
-        KL_OP("rope.naive" KL_ROPE, rope_naive),
-        KL_OP("rope.vectorized" KL_ROPE, rope_vectorized),
+        KL_OP("rope.naive(Tensor input, Tensor table, bool interleaved, bool backward, Tensor? offsets=None,"
+              " SymInt offset=0) -> Tensor",
+              rope_naive),
+        KL_OP("rope.vectorized(Tensor input, Tensor table, bool interleaved, bool backward, Tensor? offsets=None,"
+              " SymInt offset=0) -> Tensor",
+              rope_vectorized),
         KL_OP(
             "cross_entropy.online(Tensor input, Tensor target, str reduction, int ignore_index, float label_smoothing,"
             " float z_loss) -> (Tensor, Tensor, Tensor)",
