@@ -189,7 +189,7 @@ def _sweep() -> list[Case]:
     found.append(_case("B4 H32 S4096 D128 BSHD", (4, 32, 4096, 128), layout="bshd"))
     # A prompt, and one token of each of many sequences: the positions of a batch that a server makes up.
     found.append(_case("B4 H32 S4096 D128 offsets", (4, 32, 4096, 128), starts="starts@0,1", positions=8192))
-    return [*found, _case("B128 H32 S1 D128 offsets", (128, 32, 1, 128), starts="starts@0,1", positions=8192)]
+    return [*found, _case("B96 H32 S1 D128 offsets", (96, 32, 1, 128), starts="starts@0,1", positions=8192)]
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
