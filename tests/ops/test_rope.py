@@ -7,7 +7,7 @@ import torch
 
 import kernel_ladder as kl
 
-from ..conftest import DEVICE, skip_unless_available
+from ..conftest import DEVICE, needs_gpu, skip_unless_available
 
 LEVELS = ["torch", "triton", "cuda"]
 
@@ -139,6 +139,26 @@ def test_a_row_outside_of_the_table_is_nan(rung, width):
             if reason := variant.unsupported(x, freqs_cis, given, **options):
                 pytest.skip(reason)
             assert_nan_where_outside(variant.output(x, freqs_cis, given, **options), x)
+
+
+@needs_gpu
+@pytest.mark.parametrize("level", ["triton", "cuda"])
+def test_a_cuda_graph_reads_offsets_anew(level):
+    """As each step of a server's decoding: the same tokens' memory, at positions that have grown."""
+    skip_unless_available("rope", level)
+    x, freqs_cis, own = torch.randn(2, 3, 1, 32, device=DEVICE), table(40, 8), starts(3, 30)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        kl.rope(x, freqs_cis, own, backend=level)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = kl.rope(x, freqs_cis, own, backend=level)
+    for numbers in ((3, 30), (39, 0)):
+        own.copy_(starts(*numbers))
+        graph.replay()
+        torch.testing.assert_close(found, kl.rope(x, freqs_cis, starts(*numbers), backend=level))
 
 
 def test_offsets_under_transforms():
