@@ -4,13 +4,16 @@
 //
 // A pair is elements i and i + R / 2 of a row, or 2i and 2i + 1 if interleaved. Elements from R on are copied. The
 // backward pass is the same kernel with the opposite angle. Rows are counted in row-major order, so that the position
-// varies fastest; `table` is (positions, R / 2, 2) float32: cosine and sine of each position and pair.
+// varies fastest; `table` is (positions, R / 2, 2) float32: cosine and sine of each position and pair. Sequences may have
+// offsets of their own, which are added to the position of their rows. Kernels for these are separate instantiations.
 
 #include "core/elementwise.cuh"
 #include "core/ops.h"
 
 namespace kl {
 namespace {
+
+constexpr float NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 
 enum { ROPE_OUTPUT, ROPE_INPUT, ROPE_OPERANDS };
 
@@ -21,6 +24,30 @@ struct Rope {
     int32_t width, pairs;  // elements of a row, and its rotated pairs
     float sign;            // of the sine: 1, or −1 backward
 };
+
+/// The same of a batch whose sequences have offsets of their own.
+struct RopeOfSequences : Rope {
+    const int32_t* offsets;
+    int64_t offset, table_rows, sequence_rows;  // `offset` is added to each; rows of the table, and of a sequence
+};
+
+/// Cosines and sines in the table from a row's pair on, and whether they are its own: a position outside has none.
+struct Angles {
+    const float* at;
+    bool known;
+};
+
+__device__ inline Angles angles_of(const Rope& rope, const float* table, int64_t row, int pair = 0) {
+    return {table + 2 * (row % rope.positions * rope.pairs + pair), true};
+}
+
+__device__ inline Angles angles_of(const RopeOfSequences& rope, const float* table, int64_t row, int pair = 0) {
+    const int64_t first = rope.offset + __ldg(rope.offsets + row / rope.sequence_rows);
+    const int64_t position = first + row % rope.positions;
+    const bool known = position >= 0 && position < rope.table_rows;
+    const int64_t at = known ? position : 0;  // where there are rows, the table has one
+    return {table + 2 * (at * rope.pairs + pair), known};
+}
 
 /// y1 = a · cos − b · sin, y2 = b · cos + a · sin.
 __device__ inline void rotate(float& a, float& b, float cosine, float sine) {
@@ -35,9 +62,9 @@ __device__ inline void rotate(float& a, float& b, float cosine, float sine) {
 // Limit now 2-byte loads leave too few bytes in flight.
 // Next      `vectorized`: 16-byte loads and stores.
 
-template <typename T, bool INTERLEAVED>
+template <typename T, bool INTERLEAVED, typename Call>
 __global__ void __launch_bounds__(THREADS)
-    rope_naive_kernel(T* output, const T* input, const float* table, __grid_constant__ const Rope rope) {
+    rope_naive_kernel(T* output, const T* input, const float* table, __grid_constant__ const Call rope) {
     const int64_t index = int64_t{blockIdx.x} * THREADS + threadIdx.x;
     const int64_t pairs_a_row = (rope.width + 1) / 2;
     const int64_t row = index / pairs_a_row;
@@ -51,8 +78,9 @@ __global__ void __launch_bounds__(THREADS)
     float a = to_float(x[first * rope.in_step]);
     float b = second < rope.width ? to_float(x[second * rope.in_step]) : 0.0f;
     if (rotates) {
-        const float* angle = table + 2 * (row % rope.positions * rope.pairs + pair);
-        rotate(a, b, angle[0], rope.sign * angle[1]);
+        const Angles angles = angles_of(rope, table, row, pair);
+        rotate(a, b, angles.known ? angles.at[0] : NOT_A_NUMBER,
+               angles.known ? rope.sign * angles.at[1] : NOT_A_NUMBER);
     }
     y[first * rope.out_step] = from_float<T>(a);
     if (second < rope.width) y[second * rope.out_step] = from_float<T>(b);
@@ -65,20 +93,23 @@ __global__ void __launch_bounds__(THREADS)
 // Limit now Memory bandwidth.
 // Next      –
 
-/// Cosine and sine of COUNT neighbouring pairs.
+/// Cosine and sine of COUNT neighbouring pairs, the first of which is number `pair`.
 template <int COUNT>
-__device__ inline void load_angles(const float* angles, float (&cosine)[COUNT], float (&sine)[COUNT], float sign) {
+__device__ inline void load_angles(Angles angles, int pair, float (&cosine)[COUNT], float (&sine)[COUNT], float sign) {
 #pragma unroll
     for (int e = 0; e < COUNT; e += 2) {
-        const float4 both = __ldg(reinterpret_cast<const float4*>(angles) + e / 2);
+        const float4 both = __ldg(reinterpret_cast<const float4*>(angles.at + 2 * pair) + e / 2);
         cosine[e] = both.x, sine[e] = sign * both.y;
         cosine[e + 1] = both.z, sine[e + 1] = sign * both.w;
     }
+    if (angles.known) return;
+#pragma unroll
+    for (int e = 0; e < COUNT; ++e) cosine[e] = sine[e] = NOT_A_NUMBER;
 }
 
-template <typename T, bool INTERLEAVED>
+template <typename T, bool INTERLEAVED, typename Call>
 __global__ void __launch_bounds__(THREADS)
-    rope_vectorized_kernel(T* output, const T* input, const float* table, __grid_constant__ const Rope rope) {
+    rope_vectorized_kernel(T* output, const T* input, const float* table, __grid_constant__ const Call rope) {
     pdl_begin();
     constexpr int SIZE = Vec<T>::size;
     const int rotated = 2 * rope.pairs, items_rotated = rotated / (INTERLEAVED ? SIZE : 2 * SIZE);
@@ -94,19 +125,19 @@ __global__ void __launch_bounds__(THREADS)
         store_vec(y + column, load_vec(x + column));
         return;
     }
-    const float* angles = table + 2 * (row % rope.positions * rope.pairs);
+    const Angles angles = angles_of(rope, table, row);
     const int column = item * SIZE;
     float a[SIZE];
     unpack(load_vec(x + column), a);
     if constexpr (INTERLEAVED) {
         float cosine[SIZE / 2], sine[SIZE / 2];
-        load_angles(angles + column, cosine, sine, rope.sign);
+        load_angles(angles, column / 2, cosine, sine, rope.sign);
 #pragma unroll
         for (int e = 0; e < SIZE / 2; ++e) rotate(a[2 * e], a[2 * e + 1], cosine[e], sine[e]);
     } else {
         float b[SIZE], cosine[SIZE], sine[SIZE];
         unpack(load_vec(x + rope.pairs + column), b);
-        load_angles(angles + 2 * column, cosine, sine, rope.sign);
+        load_angles(angles, column, cosine, sine, rope.sign);
 #pragma unroll
         for (int e = 0; e < SIZE; ++e) rotate(a[e], b[e], cosine[e], sine[e]);
         store_vec(y + rope.pairs + column, pack<T>(b));
@@ -130,7 +161,40 @@ void check_vectors(const Tensor& output, const Tensor& input, const Tensor& tabl
              "rope.vectorized: rows and table must consist of 16-byte vectors");
 }
 
-Tensor rope(const Tensor& input, const Tensor& table, bool interleaved, bool backward, bool vectorized) {
+/// Launches a kernel of the rung on a call that is checked.
+template <typename T, typename Call>
+void launch_rope(const Launch& launch, Tensor& output, const Tensor& input, const Tensor& table, const Call& rope,
+                 bool interleaved, bool vectorized) {
+    auto* y = static_cast<T*>(output.data_ptr());
+    const auto* x = static_cast<const T*>(input.data_ptr());
+    const auto* angles = static_cast<const float*>(table.data_ptr());
+    if (!vectorized) {
+        const auto grid = grid_size(ceil_div(rope.rows * ((rope.width + 1) / 2), THREADS));
+        auto* const kernel = interleaved ? rope_naive_kernel<T, true, Call> : rope_naive_kernel<T, false, Call>;
+        kernel<<<grid, THREADS, 0, launch.stream>>>(y, x, angles, rope);
+        return;
+    }
+    check_vectors<T>(output, input, table, rope, interleaved);
+    constexpr int SIZE = Vec<T>::size;
+    const int64_t rotated = 2 * rope.pairs;
+    const int64_t items = rotated / (interleaved ? SIZE : 2 * SIZE) + (rope.width - rotated) / SIZE;
+    const auto grid = grid_size(ceil_div(rope.rows * items, THREADS));
+    auto* const kernel = interleaved ? rope_vectorized_kernel<T, true, Call> : rope_vectorized_kernel<T, false, Call>;
+    launch_pdl(kernel, grid, THREADS, launch, y, x, angles, rope);
+}
+
+/// Raises unless `offsets` has an int32 for each sequence of `input`.
+void check_offsets(const Tensor& input, const Tensor& offsets) {
+    KL_CHECK(input.dim() >= 3, "rope: argument `input` must have at least three dimensions, got ", input.dim());
+    KL_CHECK(offsets.scalar_type() == ScalarType::Int && offsets.is_contiguous() && offsets.dim() == 1 &&
+                 offsets.size(0) == input.size(0),
+             "rope: argument `offsets` must be a contiguous int32 tensor of ", input.size(0), " elements");
+    KL_CHECK(offsets.is_cuda() && offsets.get_device_index() == input.get_device_index(),
+             "rope: arguments `input` and `offsets` must be on the same device");
+}
+
+Tensor rope(const Tensor& input, const Tensor& table, bool interleaved, bool backward,
+            const std::optional<Tensor>& offsets, int64_t offset, bool vectorized) {
     check_cuda(input, "rope", "input");
     KL_CHECK(input.dim() >= 2, "rope: argument `input` must have at least two dimensions, got ", input.dim());
     KL_CHECK(
@@ -143,6 +207,7 @@ Tensor rope(const Tensor& input, const Tensor& table, bool interleaved, bool bac
     KL_CHECK(table.size(0) >= input.size(-2), "rope: argument `table` must have ", input.size(-2), " positions, got ",
              table.size(0));
     KL_CHECK(input.size(-1) < int64_t{1} << 30, "rope: rows of ", input.size(-1), " elements are too long");
+    if (offsets.has_value()) check_offsets(input, *offsets);
     const Launch launch(input);
     Tensor output = DenseLike(input).allocate(input);
     if (input.numel() == 0) return output;
@@ -158,22 +223,13 @@ Tensor rope(const Tensor& input, const Tensor& table, bool interleaved, bool bac
                     backward ? -1.0f : 1.0f};
     dispatch(input.scalar_type(), "rope", [&](auto zero) {
         using T = decltype(zero);
-        auto* y = static_cast<T*>(output.data_ptr());
-        const auto* x = static_cast<const T*>(input.data_ptr());
-        const auto* angles = static_cast<const float*>(table.data_ptr());
-        if (!vectorized) {
-            const auto grid = grid_size(ceil_div(rope.rows * ((rope.width + 1) / 2), THREADS));
-            auto* const kernel = interleaved ? rope_naive_kernel<T, true> : rope_naive_kernel<T, false>;
-            kernel<<<grid, THREADS, 0, launch.stream>>>(y, x, angles, rope);
+        if (!offsets.has_value()) {
+            launch_rope<T>(launch, output, input, table, rope, interleaved, vectorized);
             return;
         }
-        check_vectors<T>(output, input, table, rope, interleaved);
-        constexpr int SIZE = Vec<T>::size;
-        const int64_t rotated = 2 * rope.pairs;
-        const int64_t items = rotated / (interleaved ? SIZE : 2 * SIZE) + (rope.width - rotated) / SIZE;
-        const auto grid = grid_size(ceil_div(rope.rows * items, THREADS));
-        auto* const kernel = interleaved ? rope_vectorized_kernel<T, true> : rope_vectorized_kernel<T, false>;
-        launch_pdl(kernel, grid, THREADS, launch, y, x, angles, rope);
+        const auto* of_sequences = static_cast<const int32_t*>(offsets->data_ptr());
+        const RopeOfSequences call{rope, of_sequences, offset, table.size(0), rope.rows / input.size(0)};
+        launch_rope<T>(launch, output, input, table, call, interleaved, vectorized);
     });
     KL_LAUNCH_CHECK();
     return output;
@@ -181,19 +237,21 @@ Tensor rope(const Tensor& input, const Tensor& table, bool interleaved, bool bac
 
 }  // namespace
 
-Tensor rope_naive(const Tensor& input, const Tensor& table, bool interleaved, bool backward) {
-    return rope(input, table, interleaved, backward, false);
+Tensor rope_naive(const Tensor& input, const Tensor& table, bool interleaved, bool backward,
+                  const std::optional<Tensor>& offsets, int64_t offset) {
+    return rope(input, table, interleaved, backward, offsets, offset, false);
 }
 
-Tensor rope_vectorized(const Tensor& input, const Tensor& table, bool interleaved, bool backward) {
-    return rope(input, table, interleaved, backward, true);
+Tensor rope_vectorized(const Tensor& input, const Tensor& table, bool interleaved, bool backward,
+                       const std::optional<Tensor>& offsets, int64_t offset) {
+    return rope(input, table, interleaved, backward, offsets, offset, true);
 }
 
 void rope_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "rope", [&](auto zero) {
         using T = decltype(zero);
-        attributes.push_back(kernel_attributes<rope_naive_kernel<T, false>>("rope.naive", THREADS));
-        attributes.push_back(kernel_attributes<rope_vectorized_kernel<T, false>>("rope.vectorized", THREADS));
+        attributes.push_back(kernel_attributes<rope_naive_kernel<T, false, Rope>>("rope.naive", THREADS));
+        attributes.push_back(kernel_attributes<rope_vectorized_kernel<T, false, Rope>>("rope.vectorized", THREADS));
     });
 }
 

@@ -424,9 +424,9 @@ def _fixed_widths(op: str, inputs: Inputs) -> Inputs:
                 shape[dim] = int(shape[dim])
         return x if all(a is b for a, b in zip(shape, x.shape, strict=True)) else x.expand(shape)
 
-    if op == "attention_paged":  # no kernel is compiled for a number of sequences, or of pages
-        return (*each(fixed, inputs[:3]), *inputs[3:])
-    return each(fixed, inputs)
+    # No kernel is compiled for a number of sequences, or of pages, which the tensors from these places on have.
+    last = {"attention_paged": 3, "rope": 2}.get(op, len(inputs))
+    return (*each(fixed, inputs[:last]), *inputs[last:])
 
 
 def _constant(value: Any) -> Any:

@@ -96,8 +96,15 @@ _ROPE = {
     **dict.fromkeys(("size1", "size2", "size3", "o_step", "x_step"), 1),
 }
 
+_NO_OFFSETS = dict.fromkeys(("offsets_ptr", "offset", "table_rows", "sequence_heads"))
 ROPE = [
-    entry(rope._rope_kernel, dtype, {**_ROPE, "INTERLEAVED": form, "BACKWARD": form}, types={"table_ptr": "*fp32"})
+    entry(
+        rope._rope_kernel,
+        dtype,
+        {**_ROPE, **offsets, "INTERLEAVED": form, "BACKWARD": form},
+        types={"table_ptr": "*fp32", **({} if offsets else {"offsets_ptr": "*i32"})},
+    )
+    for offsets in (_NO_OFFSETS, {})
     for dtype in ("bf16", "fp32")
     for form in (False, True)
 ]

@@ -198,8 +198,11 @@ const std::vector<Schema>& schemas() {
         KL_OP("swiglu_backward.naive(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)", swiglu_backward_naive),
         KL_OP("swiglu_backward.vectorized(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
               swiglu_backward_vectorized),
-        KL_OP("rope.naive(Tensor input, Tensor table, bool interleaved, bool backward) -> Tensor", rope_naive),
-        KL_OP("rope.vectorized(Tensor input, Tensor table, bool interleaved, bool backward) -> Tensor",
+        KL_OP("rope.naive(Tensor input, Tensor table, bool interleaved, bool backward, Tensor? offsets=None,"
+              " SymInt offset=0) -> Tensor",
+              rope_naive),
+        KL_OP("rope.vectorized(Tensor input, Tensor table, bool interleaved, bool backward, Tensor? offsets=None,"
+              " SymInt offset=0) -> Tensor",
               rope_vectorized),
         KL_OP(
             "cross_entropy.online(Tensor input, Tensor target, str reduction, int ignore_index, float label_smoothing,"

@@ -280,8 +280,10 @@ std::tuple<Tensor, Tensor> swiglu_backward_vectorized(const Tensor& grad, const 
 void swiglu_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 // rope.cu
-Tensor rope_naive(const Tensor& input, const Tensor& table, bool interleaved, bool backward);
-Tensor rope_vectorized(const Tensor& input, const Tensor& table, bool interleaved, bool backward);
+Tensor rope_naive(const Tensor& input, const Tensor& table, bool interleaved, bool backward,
+                  const std::optional<Tensor>& offsets, int64_t offset);
+Tensor rope_vectorized(const Tensor& input, const Tensor& table, bool interleaved, bool backward,
+                       const std::optional<Tensor>& offsets, int64_t offset);
 void rope_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 // cross_entropy.cu: forward gives the output, each row's softmax state, and of a mean the number of its rows

@@ -166,9 +166,9 @@ def _attention_paged(
     return Rule(inputs, outputs, {"heads": key_cache.shape[-2]})
 
 
-def _rope(input: Tensor, freqs_cis: Tensor, **options: Any) -> Rule:
+def _rope(input: Tensor, freqs_cis: Tensor, *offsets: Tensor | None, **options: Any) -> Rule:
     dims = (*_numbered(input.dim() - 2), None, None)  # positions decide the angles
-    return Rule((dims, (None, None)), (dims,))
+    return Rule((dims, (None, None), *[None if x is None else dims[:1] for x in offsets]), (dims,))
 
 
 def _cross_entropy(input: Tensor, target: Tensor, *, reduction: str, **options: Any) -> Rule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from kernel_ladder import ops
 from kernel_ladder.nn.backend import HasBackend, HasParts, only
 from kernel_ladder.nn.linear import Linear
 from kernel_ladder.nn.paged_cache import PagedKVCache
+from kernel_ladder.nn.rotary import table_of
 
 
 class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
@@ -176,6 +178,9 @@ class KVCache:
 class GroupedQueryAttention(HasParts):
     """Causal self-attention whose query heads share keys and values, with Llama's parameter names.
 
+    With `rope_theta` it is Llama's attention: queries and keys are rotated by :func:`kernel_ladder.rope`. A token's
+    position is its number in its sequence, which a cache knows. The table of angles is no part of the ``state_dict``.
+
     Args:
         embed_dim: width of input and output.
         num_heads: query heads. num_kv_heads: key and value heads, a divisor of `num_heads`; None is as many.
@@ -183,7 +188,13 @@ class GroupedQueryAttention(HasParts):
         bias: whether the four projections have biases.
         window_size: keys that a query sees before its own; None is all.
         device, dtype: of the parameters.
+        rope_theta: base of the angles, 10000 in Llama 2, as in Hugging Face's configurations; None rotates nothing.
+        max_position_embeddings: positions in the table of angles.
         backend: see :func:`kernel_ladder.use`; None leaves the choice to each call.
+
+    Raises:
+        ValueError: `num_kv_heads`, `num_heads`, `rope_theta`, `max_position_embeddings` or a rotated `head_dim` does
+            not fit.
 
     Source: Ainslie et al., GQA, arXiv:2305.13245.
     """
@@ -201,9 +212,12 @@ class GroupedQueryAttention(HasParts):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        rope_theta: float | None = None,
+        max_position_embeddings: int = 2048,
         backend: str | None = None,
     ) -> None:
         super().__init__()
+        self.rope_theta, self.max_position_embeddings = rope_theta, max_position_embeddings
         self.backend = backend
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads % kv_heads:
@@ -219,11 +233,66 @@ class GroupedQueryAttention(HasParts):
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.window_size = window_size
+        if rope_theta is not None:
+            self._check_rotation()
         more = {"bias": bias, "device": device, "dtype": dtype, "backend": backend}
         self.q_proj = Linear(embed_dim, num_heads * self.head_dim, **more)  # type: ignore[arg-type]
         self.k_proj = Linear(embed_dim, kv_heads * self.head_dim, **more)  # type: ignore[arg-type]
         self.v_proj = Linear(embed_dim, kv_heads * self.head_dim, **more)  # type: ignore[arg-type]
         self.o_proj = Linear(num_heads * self.head_dim, embed_dim, **more)  # type: ignore[arg-type]
+        self._freqs_cis = self._table()
+
+    def _check_rotation(self) -> None:
+        name, positions = "GroupedQueryAttention", self.max_position_embeddings
+        if not self.rope_theta or not 0 < self.rope_theta < math.inf:
+            raise ValueError(f"{name}: argument `rope_theta` must be above 0 and finite, got {self.rope_theta}")
+        if positions < 1:
+            raise ValueError(f"{name}: argument `max_position_embeddings` must be 1 or more, got {positions}")
+        if self.head_dim % 2:
+            raise ValueError(f"{name}: argument `head_dim` must be even to be rotated, got {self.head_dim}")
+
+    def _ops(self) -> tuple[str, ...]:
+        return self.OPS if self.rope_theta is None else (*self.OPS, "rope")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GroupedQueryAttention:
+        super()._apply(fn, recurse)
+        self._freqs_cis = self._table()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_freqs_cis": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._freqs_cis = self._table()
+
+    def _table(self) -> torch.Tensor | None:
+        """The angles of all positions where the weights are; None without rotation."""
+        if self.rope_theta is None:
+            return None
+        return table_of(self.rope_theta, self.head_dim, self.max_position_embeddings, self.k_proj.weight.device)
+
+    def _rotated(
+        self, q: torch.Tensor, k: torch.Tensor, cache: KVCache | PagedKVCache | None, sequences: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys, rotated by the angles of their positions. `sequences`: of a paged cache."""
+        if self.rope_theta is None:
+            return q, k
+        if self._freqs_cis is None or self._freqs_cis.device != k.device:  # parameters assigned from elsewhere
+            self._freqs_cis = self._table()
+        offset = cache.length if isinstance(cache, KVCache) else 0
+        longest, offsets = offset, None
+        if isinstance(cache, PagedKVCache):
+            longest = max((cache.length(s) for s in sequences), default=0)
+            offsets = cache.lengths(sequences) if longest else None
+        if longest + k.shape[-2] > self.max_position_embeddings:
+            raise ValueError(
+                f"GroupedQueryAttention: {longest + k.shape[-2]} tokens of a sequence do not fit in the "
+                f"{self.max_position_embeddings} positions of `max_position_embeddings`"
+            )
+        table: Any = self._freqs_cis
+        q, k = (ops.rope(x, table, offsets, offset=offset, backend=self._backend) for x in (q, k))
+        return q, k
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -246,7 +315,9 @@ class GroupedQueryAttention(HasParts):
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         window = (-1, -1) if self.window_size is None else (self.window_size, -1)
         if isinstance(cache, PagedKVCache):
-            places = cache.update(k, v, sequences)
+            chosen = cache.check(k, v, sequences)
+            q, k = self._rotated(q, k, cache, chosen)
+            places = cache.update(k, v, chosen)
             output = ops.attention_paged(
                 q, cache.keys, cache.values, *places, is_causal=True, window_size=window,
                 enable_gqa=self.num_kv_heads != self.num_heads, batch_invariant=batch_invariant, backend=self._backend,
@@ -255,6 +326,7 @@ class GroupedQueryAttention(HasParts):
         for name, given, none in (("sequences", sequences, None), ("batch_invariant", batch_invariant, False)):
             if given is not none:
                 raise ValueError(f"GroupedQueryAttention: argument `{name}` goes with a PagedKVCache alone")
+        q, k = self._rotated(q, k, cache, ())
         if cache is not None:
             k, v = cache.update(k, v)
         causal: bool | str = "lower_right" if k.shape[-2] != q.shape[-2] else True
@@ -276,4 +348,5 @@ class GroupedQueryAttention(HasParts):
 
     def extra_repr(self) -> str:
         heads = f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
-        return self._with_backend(f"{heads}, head_dim={self.head_dim}")
+        rotation = "" if self.rope_theta is None else f", rope_theta={self.rope_theta}"
+        return self._with_backend(f"{heads}, head_dim={self.head_dim}{rotation}")

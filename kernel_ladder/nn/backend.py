@@ -33,8 +33,12 @@ class HasBackend:
 
     @backend.setter
     def backend(self, backend: str | None) -> None:
-        check_backend(self.OPS, backend)
+        check_backend(self._ops(), backend)
         self._backend = backend
+
+    def _ops(self) -> tuple[str, ...]:
+        """The operations that this module calls."""
+        return self.OPS
 
     def _with_backend(self, representation: str) -> str:
         if self._backend is None:

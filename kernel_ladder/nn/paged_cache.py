@@ -64,6 +64,11 @@ class PagedKVCache:
         """Tokens of a sequence so far."""
         return self._lengths[self._known(sequence)]
 
+    def lengths(self, sequences: Sequence[int] | None = None) -> torch.Tensor:
+        """Tokens so far of some sequences, or of all: ``(B,)``, int32, as `offsets` of :func:`kernel_ladder.rope`."""
+        chosen = self.sequences if sequences is None else sequences
+        return torch.tensor([self.length(s) for s in chosen], dtype=torch.int32, device=self.keys.device)
+
     def add(self) -> int:
         """Begin a sequence without tokens, and return its number."""
         self._number += 1
@@ -97,8 +102,7 @@ class PagedKVCache:
             ValueError: shapes do not fit, a sequence is not there or named twice, or too few pages are free. Then
                 nothing is changed.
         """
-        chosen = self.sequences if sequences is None else tuple(sequences)
-        self._check(key, value, chosen)
+        chosen = self.check(key, value, sequences)
         new, size = key.shape[2], self.page_size
         lengths = [self._lengths[s] + new for s in chosen]
         missing = [-(-n // size) - len(self._pages[s]) for s, n in zip(chosen, lengths, strict=True)]
@@ -126,7 +130,9 @@ class PagedKVCache:
             raise ValueError(f"PagedKVCache: there is no sequence {sequence!r}; there are {known}")
         return sequence
 
-    def _check(self, key: torch.Tensor, value: torch.Tensor, chosen: tuple[int, ...]) -> None:
+    def check(self, key: torch.Tensor, value: torch.Tensor, sequences: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The sequences that :meth:`update` would append to. It raises as that does, except for pages that lack."""
+        chosen = self.sequences if sequences is None else tuple(sequences)
         for sequence in chosen:
             self._known(sequence)
         if len(set(chosen)) != len(chosen):
@@ -139,3 +145,4 @@ class PagedKVCache:
                     f"PagedKVCache: argument `{name}` must have shape (B, H_kv, S, D) = ({len(chosen)}, {heads}, S, "
                     f"{head_dim}) for {len(chosen)} sequences, got {tuple(x.shape)}"
                 )
+        return chosen

@@ -167,6 +167,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, backend: str | None = None) 
 def rope(
     input: torch.Tensor,
     freqs_cis: torch.Tensor,
+    offsets: torch.Tensor | None = None,
     *,
     interleaved: bool = False,
     offset: int = 0,
@@ -179,16 +180,26 @@ def rope(
             bfloat16, float32 (float64 at the torch, compile and xla levels).
         freqs_cis: ``(P, R / 2)``, complex64, ``cos θ + i · sin θ`` for each position and pair; it gets no gradient. The
             first R elements of a row are rotated, with R at most D, and the others are copied.
+        offsets: ``(B,)``, int32, for an input of ``(B, ..., S, D)``: row s of sequence b stands at position
+            ``offset + offsets[b] + s``, as with FlashAttention's ``seqlen_offsets``. None is 0 for all. They get no
+            gradient, and change from call to call without another compilation.
         interleaved: True: pairs are neighbours, as in RoFormer and GPT-J. False: a pair is element i and i + R / 2, as
             in GPT-NeoX and Llama.
         offset: the position of the first of the S rows; ``offset + S`` is at most P. Inside ``torch.compile`` it may
-            change from call to call.
+            change from call to call. Beside `offsets` it may be negative: ``-S`` beside lengths that count the S rows.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
         A tensor of the input's shape and dtype, computed in float32 or wider. Differentiable once, in `input`.
 
+    Raises:
+        TypeError: a tensor, `interleaved` or `offset` is of a wrong type or dtype.
+        ValueError: shapes or devices do not fit, or the table lacks a position. `offsets` are read on the CPU alone:
+            on a GPU, and inside ``torch.compile``, the rotated elements of a row outside of the table become NaN, and
+            so does their gradient. No memory outside of the table is read.
+
     Source: Su et al., RoFormer, arXiv:2104.09864.
     """
     options = {"interleaved": interleaved, "offset": offset if type(offset) is int else as_int(offset)}
-    return call("rope", backend, (input, freqs_cis), options)
+    inputs = (input, freqs_cis) if offsets is None else (input, freqs_cis, offsets)
+    return call("rope", backend, inputs, options)

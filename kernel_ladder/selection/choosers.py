@@ -82,6 +82,11 @@ def _loss(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     return x.shape, weight.shape, x.dtype, options["label_smoothing"] == 0, gradient
 
 
+def _rope(inputs: Inputs, options: Options, gradient: bool) -> Kind:
+    x: Any = inputs[0]
+    return x.shape, x.dtype, options["interleaved"], len(inputs) > 2, gradient
+
+
 def _float8(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     x: Any = inputs[0]
     weight: Any = inputs[1]
@@ -123,7 +128,7 @@ KINDS: dict[str, Callable[[Inputs, Options, bool], Kind]] = {
     "dropout": _rows(),
     "bias_gelu": _rows("approximate"),
     "cross_entropy": _loss,
-    "rope": _rows("interleaved"),
+    "rope": _rope,
     "swiglu": _rows(),
     "add_rms_norm": _rows(),
     "bias_dropout_add_layer_norm": _rows(),

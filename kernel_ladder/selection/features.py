@@ -213,7 +213,8 @@ def _rope(inputs: Inputs, options: Options) -> Features:
     x = inputs[0]
     assert x is not None
     pairs = "neighbours" if options["interleaved"] else "halves"
-    return Features(f"{_bits(x)}, {pairs}", _sizes(_product(x.shape[:-1]), x.shape[-1]))
+    offsets = ", offsets" if len(inputs) > 2 and inputs[2] is not None else ""
+    return Features(f"{_bits(x)}, {pairs}{offsets}", _sizes(_product(x.shape[:-1]), x.shape[-1]))
 
 
 FEATURES: dict[str, Callable[[Inputs, Options], Features]] = {

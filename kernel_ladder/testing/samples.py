@@ -19,7 +19,7 @@ _CLASSES = ("classes", "some_classes", "no_classes")
 _NUMBERS = ("float8", "scale", "bias")
 _OFFSETS = ("offsets", "equal_offsets")
 _BOOLEANS = ("boolean", "hidden_rows")
-KINDS = (*_BOOLEANS, "lengths", "pages", "parameter", "rotations", *_OFFSETS, *_NUMBERS, *_CLASSES)
+KINDS = (*_BOOLEANS, "lengths", "pages", "parameter", "rotations", "starts", *_OFFSETS, *_NUMBERS, *_CLASSES)
 VALUES = ("normal", "large", "outliers", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant")
 
 
@@ -84,7 +84,7 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
             number = _number(case.kinds[place], dtype)
             return _layout(shape, case.layout_of(place), lambda shape: make(shape).to(number))
         integers = {
-            **dict.fromkeys((*_OFFSETS, "lengths", "pages"), torch.int32),
+            **dict.fromkeys((*_OFFSETS, "lengths", "pages", "starts"), torch.int32),
             **dict.fromkeys(_CLASSES, torch.int64),
         }
         kind = {**integers, "rotations": torch.complex64}.get(_kind(case, place)[0], torch.bool)
@@ -120,6 +120,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     - ``pages@1``: int32 numbers of pages of argument 1, in random order; each occurs once, if there are enough pages
     - ``lengths@3,1``: int32, up to the keys in a row of argument 3's pages of argument 1, as :func:`lengths_of` gives
       them; ``lengths:5,0,7``: exactly these
+    - ``starts@0,1``: int32, positions in argument 1 from which there is room for the rows of argument 0 and the option
+      `offset`, as :func:`starts_of` gives them; ``starts:5,0,7``: exactly these
     """
     if case.values not in VALUES:
         raise ValueError(f"unknown values {case.values!r}; known are {', '.join(VALUES)}")
@@ -197,6 +199,16 @@ def lengths_of(case: Case, place: int) -> list[int]:
     return [keys - keys // 2 * i // count for i in range(count)]
 
 
+def starts_of(case: Case, place: int) -> list[int]:
+    """The first positions that a case's argument of this kind holds; unless it names them, over all of the table."""
+    _, separator, detail = _kind(case, place)
+    if separator == ":":
+        return [int(n) for n in detail.split(",") if n]
+    (count, *_), (rows, table) = case.shapes[place] or (0,), (case.shapes[int(n)] or (0, 0) for n in detail.split(","))
+    room = table[0] - rows[-2] - case.options["offset"]
+    return offsets(room, count) if count > 1 else [room] * count
+
+
 def _kind(case: Case, place: int) -> list[str]:
     """The name of an argument's kind, then a separator and detail, which may be empty."""
     return re.split(r"([:@]|$)", case.kinds[place], maxsplit=1)
@@ -208,6 +220,8 @@ def _of_kind(case: Case, place: int, shape: tuple[int, ...], generator: torch.Ge
         raise ValueError(f"unknown kind {kind!r}; known are {', '.join(KINDS)}")
     if kind == "lengths":
         return torch.tensor(lengths_of(case, place), dtype=torch.int32, device=generator.device)
+    if kind == "starts":
+        return torch.tensor(starts_of(case, place), dtype=torch.int32, device=generator.device)
     if kind == "pages":
         (pages, *_), needed = case.shapes[int(detail)] or (0,), shape[0] * shape[1]
         order = torch.randperm(max(pages, needed), generator=generator, device=generator.device)

@@ -30,13 +30,17 @@ INTERPRETED = table.unavailable("add", "triton") is None and DEVICE.type == "cpu
 RINGS = {ring_attention: (1, 1, 4, 8), ring_attention_varlen: (4, 1, 8)}
 
 
+#: Samples with tensors that the typical one lacks.
+ALSO = {"rope": ("offsets",)}
+
+
 def cases(op: str) -> list[Case]:
-    """The typical sample, and small samples with other numbers of dimensions."""
+    """The typical sample, small samples with other numbers of dimensions, and those with further tensors."""
     chosen = {tuple(len(s) for s in typical_case(op, 3000).shapes): typical_case(op, 3000)}
     for case in sorted(plain_cases(op), key=elements):
         if elements(case) > 40 and None not in case.shapes:
             chosen.setdefault(tuple(len(s) for s in case.shapes), case)
-    return list(chosen.values())[:3]
+    return [*list(chosen.values())[:3], *(case for case in plain_cases(op) if case.id in ALSO.get(op, ()))]
 
 
 def calls_on_dtensors() -> list[Check]:

@@ -33,6 +33,7 @@ OWN = {
     "swiglu_mlp": lambda **more: nn.SwigluMLP(24, 40, **more),
     "gelu_mlp": lambda **more: nn.GeluMLP(24, 40, approximate="tanh", **more),
     "grouped": lambda **more: nn.GroupedQueryAttention(32, 4, 2, **more),
+    "rotated": lambda **more: nn.GroupedQueryAttention(32, 4, 2, rope_theta=1e4, **more),
 }
 
 
@@ -260,7 +261,7 @@ def test_mlps(level):
 
 
 def test_inside_compile():
-    model = torch.nn.Sequential(nn.RMSNorm(32), nn.GroupedQueryAttention(32, 4, 2), nn.Linear(32, 8))
+    model = torch.nn.Sequential(nn.RMSNorm(32), nn.GroupedQueryAttention(32, 4, 2, rope_theta=1e4), nn.Linear(32, 8))
     x = torch.randn(2, 5, 32)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x))

@@ -98,6 +98,14 @@ CASES = {
     "rope": [
         _case(f"{form}", (3, 9, 48), (9, 16), kinds={1: "rotations"}, interleaved=form == "pairs", offset=0)
         for form in ("halves", "pairs")
+    ]
+    + [
+        _case(
+            *("offsets", (3, 9, 48), (20, 16), (3,)),
+            kinds={1: "rotations", 2: "starts:11,0,5"},
+            interleaved=False,
+            offset=0,
+        )
     ],
     "cross_entropy": [
         _case(f"{reduction}{s}", (9, 1100), (9,), kinds={1: "some_classes"}, **_entropy(reduction, s))

@@ -303,6 +303,14 @@ def rope_by_opposite_angles(input, freqs_cis, *, interleaved, offset):
     return kernel_ladder.rope(input, freqs_cis.conj(), interleaved=interleaved, offset=offset, backend="torch")
 
 
+def rope_without_offsets(input, freqs_cis, offsets, *, interleaved, offset):
+    return kernel_ladder.rope(input, freqs_cis, interleaved=interleaved, offset=offset, backend="torch")
+
+
+def rope_by_the_offset_of_another(input, freqs_cis, offsets, **options):
+    return kernel_ladder.rope(input, freqs_cis, offsets.flip(0), **options, backend="torch")
+
+
 def entropy_of_the_next_class(input, target, **options):
     return kernel_ladder.cross_entropy(input.roll(1, -1), target, **options, backend="torch")
 
@@ -325,6 +333,7 @@ LABELS = Case("", ((33, 65), (33,)), ENTROPY, kinds={1: "some_classes"})
 LINEAR_LABELS = Case("", ((33, 16), (65, 16), (33,)), {**ENTROPY, "wide_loss": False}, kinds={2: "classes@1"})
 SMOOTHED = Case("", ((33, 65), (33,)), {**ENTROPY, "label_smoothing": 0.1}, kinds={1: "classes"})
 ROPE = Case("", ((2, 9, 64), (9, 32)), {"interleaved": False, "offset": 0}, kinds={1: "rotations"})
+ROPES = Case("", ((2, 3, 9, 64), (30, 32), (2,)), ROPE.options, kinds={1: "rotations", 2: "starts:3,20"})
 LAYER = Case("", ((33, 65), (34, 65), (34,)), {"activation": "gelu"})
 DROPOUT = {"p": 0.1, "seed": 42}
 
@@ -363,6 +372,8 @@ WRONG = [
     ("rope", rope_of_other_pairs, ROPE, torch.bfloat16),
     ("rope", rope_of_the_next_position, ROPE, torch.bfloat16),
     ("rope", rope_by_opposite_angles, ROPE, torch.bfloat16),
+    ("rope", rope_without_offsets, ROPES, torch.bfloat16),
+    ("rope", rope_by_the_offset_of_another, ROPES, torch.bfloat16),
 ]
 
 
