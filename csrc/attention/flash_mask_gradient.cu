@@ -52,6 +52,65 @@ struct MaskGradient {
     float* runs;  // sums of each run, one after the other, where there are several
 };
 
+/// Which tile of the mask a block has, and which run of its tiles of scores.
+struct MaskBlock {
+    int tile_q, tile_k, head, run;
+    int64_t batch;
+
+    __device__ MaskBlock(const MaskTiles& t, unsigned index) {
+        const auto next = [&](int size) {
+            const int place = static_cast<int>(index % size);
+            index /= size;
+            return place;
+        };
+        tile_k = next(t.own_k);
+        tile_q = next(t.own_q);
+        head = next(t.own_heads);
+        run = next(t.runs);
+        batch = index;
+    }
+};
+
+/// Stores a block's sums, through shared memory: threads then add up rows or columns, or store neighbours.
+template <typename T, typename S>
+__device__ void store_mask_sums(const Squares<1, S::STREAM / 8>& sums, float* tile, const MaskGradient<T>& p,
+                                const MaskBlock& own, const Attention& a) {
+    constexpr int N = S::STREAM / 8;
+    const MaskTiles& t = p.tiles;
+    const int warp_row = threadIdx.x / WARP * S::ROWS;
+    __syncthreads();  // all warps have read the tiles that the sums replace
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            tile[(warp_row + lane_row(0, e / 2)) * S::STREAM + lane_column(j) + e % 2] = sums.x[0][j][e];
+        }
+    }
+    __syncthreads();
+    const int rows = t.sums_q ? 1 : S::BLOCK, columns = t.sums_k ? 1 : S::STREAM;
+    const int rows_left = t.sums_q ? 1 : a.S_q - own.tile_q * S::BLOCK;
+    const int columns_left = t.sums_k ? 1 : a.S_k - own.tile_k * S::STREAM;
+    const int64_t mask_rows = t.sums_q ? 1 : a.S_q, mask_columns = t.sums_k ? 1 : a.S_k;
+    const int64_t first = ((own.batch * t.own_heads + own.head) * mask_rows + own.tile_q * S::BLOCK) * mask_columns +
+                          own.tile_k * S::STREAM;
+    for (int i = threadIdx.x; i < rows * columns; i += S::THREADS) {
+        const int row = i / columns, column = i % columns;
+        if (row >= rows_left || column >= columns_left) continue;
+        float sum = 0.0f;
+        for (int r = 0; r < S::BLOCK / rows; ++r) {
+            float of_row = 0.0f;
+            for (int c = 0; c < S::STREAM / columns; ++c) of_row += tile[(row + r) * S::STREAM + column + c];
+            sum += of_row;
+        }
+        const int64_t element = first + row * mask_columns + column;
+        if (t.runs == 1) {
+            p.out[element] = from_float<T>(sum);
+        } else {
+            p.runs[own.run * t.elements + element] = sum;
+        }
+    }
+}
+
 template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS)
     attention_flash_mask_backward_kernel(const __grid_constant__ MaskGradient<T> p, const __grid_constant__ Attention a,
@@ -64,29 +123,22 @@ __global__ void __launch_bounds__(S::THREADS)
     const uint32_t k_tile = grad_tile + S::BLOCK_BYTES, v_tile = k_tile + S::STREAM_BYTES;
 
     const MaskTiles& t = p.tiles;
-    unsigned index = blockIdx.x;
-    const int tile_k = static_cast<int>(index % t.own_k);
-    index /= t.own_k;
-    const int tile_q = static_cast<int>(index % t.own_q);
-    index /= t.own_q;
-    const int own_head = static_cast<int>(index % t.own_heads);
-    index /= t.own_heads;
-    const int run = static_cast<int>(index % t.runs);
-    const int64_t own_batch = index / t.runs, first_batch = t.own_batches.offset(own_batch);
+    const MaskBlock own(t, blockIdx.x);
+    const int64_t first_batch = t.own_batches.offset(own.batch);
 
     const int warp_row = threadIdx.x / WARP * S::ROWS;
     Squares<1, N> sums;
     sums.clear();
     // Neighbours in a run share keys and values where only queries change, or heads of a group.
     int64_t loaded_queries = -1, loaded_keys = -1;
-    const int64_t end = t.summands() * (run + 1) / t.runs;
-    for (int64_t i = t.summands() * run / t.runs; i < end; ++i) {
+    const int64_t end = t.summands() * (own.run + 1) / t.runs;
+    for (int64_t i = t.summands() * own.run / t.runs; i < end; ++i) {
         int64_t rest = i;
-        const int of_q = tile_q + static_cast<int>(rest % t.q), q0 = of_q * S::BLOCK;
+        const int of_q = own.tile_q + static_cast<int>(rest % t.q), q0 = of_q * S::BLOCK;
         rest /= t.q;
-        const int of_k = tile_k + static_cast<int>(rest % t.k), k0 = of_k * S::STREAM;
+        const int of_k = own.tile_k + static_cast<int>(rest % t.k), k0 = of_k * S::STREAM;
         rest /= t.k;
-        const int head = own_head + static_cast<int>(rest % t.heads);
+        const int head = own.head + static_cast<int>(rest % t.heads);
         const int64_t batch = first_batch + t.shared_batches.offset(rest / t.heads);
         if (k0 > q0 + S::BLOCK - 1 + a.last || k0 + S::STREAM - 1 < q0 + a.first) continue;  // outside the band
 
@@ -143,39 +195,7 @@ __global__ void __launch_bounds__(S::THREADS)
         }
     }
 
-    // The sums replace the tiles, for threads that add up rows or columns, or store neighbours.
-    __syncthreads();
-    float* tile = reinterpret_cast<float*>(shared_bytes);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            tile[(warp_row + lane_row(0, e / 2)) * S::STREAM + lane_column(j) + e % 2] = sums.x[0][j][e];
-        }
-    }
-    __syncthreads();
-    const int rows = t.sums_q ? 1 : S::BLOCK, columns = t.sums_k ? 1 : S::STREAM;
-    const int rows_left = t.sums_q ? 1 : a.S_q - tile_q * S::BLOCK;
-    const int columns_left = t.sums_k ? 1 : a.S_k - tile_k * S::STREAM;
-    const int64_t mask_rows = t.sums_q ? 1 : a.S_q, mask_columns = t.sums_k ? 1 : a.S_k;
-    const int64_t first =
-        ((own_batch * t.own_heads + own_head) * mask_rows + tile_q * S::BLOCK) * mask_columns + tile_k * S::STREAM;
-    for (int i = threadIdx.x; i < rows * columns; i += S::THREADS) {
-        const int row = i / columns, column = i % columns;
-        if (row >= rows_left || column >= columns_left) continue;
-        float sum = 0.0f;
-        for (int r = 0; r < S::BLOCK / rows; ++r) {
-            float of_row = 0.0f;
-            for (int c = 0; c < S::STREAM / columns; ++c) of_row += tile[(row + r) * S::STREAM + column + c];
-            sum += of_row;
-        }
-        const int64_t element = first + row * mask_columns + column;
-        if (t.runs == 1) {
-            p.out[element] = from_float<T>(sum);
-        } else {
-            p.runs[run * t.elements + element] = sum;
-        }
-    }
+    store_mask_sums<T, S>(sums, reinterpret_cast<float*>(shared_bytes), p, own, a);
 #endif
 }
 
