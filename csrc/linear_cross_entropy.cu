@@ -140,10 +140,11 @@ void check_on_device(const Tensor& tensor, const Tensor& like, const char* name)
 void linear_cross_entropy_product_chunked(const Tensor& input, const Tensor& other, const Tensor& output,
                                           const std::string& rung, bool allow_tf32, int64_t tile_m, int64_t tile_n,
                                           int64_t splits, bool pair) {
-    const Call prepared = prepare_into(output, input, other, OP);
+    const ScalarType dtype = input.scalar_type();
+    const int64_t run = 16 / input.element_size();  // elements that TMA writes at once
+    const Call prepared = prepare_into(output, input, other, OP, run - 1);
     const Product& p = prepared.product;
     const Tensor& c = prepared.output;
-    const ScalarType dtype = input.scalar_type();
     KL_CHECK(c.scalar_type() == dtype, OP, ": argument `output` must have the dtype of `input`");
     KL_CHECK(p.K > 0, OP, ": a product needs an inner dimension");
     KL_CHECK(is_aligned16(c.data_ptr()), OP, ": argument `output` must begin at a multiple of 16 bytes");
@@ -155,6 +156,7 @@ void linear_cross_entropy_product_chunked(const Tensor& input, const Tensor& oth
     KL_CHECK(rung == "split_k" || rung == "stream_k" || rung == "persistent", OP, ": no products by ", rung);
     HopperCall call = prepare_hopper(prepared, input, other, allow_tf32, OP, rung.c_str());
     if (p.M > 1) call.tiled.c_row = c.stride(0);
+    call.padded = c.size(1) > p.N && c.size(1) % run == 0;
     run_hopper(call, input, [&](const HopperCall& part, const Launch& on) {
         if (rung == "split_k") return launch_split_k(part, dtype, on, {tile_m, tile_n, splits, pair});
         rung == "stream_k" ? launch_stream_k(part, dtype, on) : launch_persistent(part, dtype, on, false);

@@ -55,7 +55,7 @@ def _by_tma(x: torch.Tensor) -> bool:
 
 
 def multiply(output: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """``output = a @ b``, of matrices."""
+    """``output = a @ b``, of matrices. Padding of the output's rows, to a multiple of 16 bytes, has any value then."""
     if 0 in (*output.shape, a.shape[1]):
         output.zero_()
         return
@@ -63,6 +63,7 @@ def multiply(output: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     if a.dtype is torch.float32 and not tf32:
         rung = "registers"
     elif _by_tma(a):
+        output = _with_padding(output)
         name, *of_tile = selection.plan(a, b)
         rung, tile = name.removeprefix("cuda."), tuple(of_tile)
     _operators.linear_cross_entropy_product.chunked(a, b, output, rung, tf32, *tile)
@@ -93,6 +94,13 @@ def _empty_rows(x: torch.Tensor, columns: int, aligned: bool) -> torch.Tensor:
     grid = VECTOR_BYTES // x.element_size() if aligned else 1
     rows = torch.empty((x.shape[0], -(-columns // grid) * grid), dtype=x.dtype, device=x.device)
     return rows.narrow(1, 0, columns)
+
+
+def _with_padding(rows: torch.Tensor) -> torch.Tensor:
+    """`rows` of :func:`_empty_rows` with their padding, which TMA writes too; others as they are."""
+    step = rows.stride(0)
+    padded = rows.shape[1] < step < rows.shape[1] + VECTOR_BYTES // rows.element_size()
+    return rows.as_strided((rows.shape[0], step), (step, 1)) if padded else rows
 
 
 def _empty_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -178,7 +178,7 @@ Tensor linear_float8_persistent(const Tensor& input, const Tensor& weight, const
         static DeviceSet asked;
         void* const c = call.output.data_ptr();
         const TmaTensor output{dtype, 3, c, {call.N, call.M, 1}, {1, call.N, 0}, {PANEL_X, PANEL_X, 1}};
-        const bool by_tma = sizeof(T) == 2 && tma_can_address(output);
+        const bool by_tma = sizeof(T) == 2 && tma_can_write(output);
         launch_hopper(linear_float8_persistent_kernel<T>, "linear_float8.persistent",
                       {blocks, CLUSTER, BLOCK_THREADS, SHARED}, on, asked, static_cast<T*>(c),
                       by_tma ? tensor_map(output) : CUtensorMap{}, by_tma, operands, p, order, tiles, call.scaling);

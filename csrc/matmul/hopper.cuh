@@ -68,6 +68,7 @@ struct HopperCall {
     bool copied = true;          // whether operands may be copied
     KeptCopies* kept = nullptr;  // a part of a call that is worth its copies
     bool a_copied = false;       // A is a copy
+    bool padded = false;         // outputs have padding, up to a multiple of 16 bytes, that may be written too
     bool part() const { return kept != nullptr; }
     bool done() const { return product.batches * product.M * product.N == 0 || product.K == 0; }
     bool by_tma() const { return a_by_tma && b_by_tma; }

@@ -106,7 +106,7 @@ std::tuple<Tensor, Tensor> linear_persistent(const Tensor& input, const Tensor& 
         const int64_t offset = (static_cast<char*>(part.c) - static_cast<char*>(call.c)) / item;
         TmaTensor kept = output_tensor(part);
         kept.data = keep ? static_cast<char*>(layer.kept.data_ptr()) + offset * item : nullptr;
-        const bool kept_by_tma = keep && dtype != ScalarType::Float && tma_can_address(kept);
+        const bool kept_by_tma = keep && dtype != ScalarType::Float && tma_can_write(kept);
         dispatch(dtype, "linear", [&](auto zero) {
             using T = decltype(zero);
             BiasActEpilogue<T> epilogue{layer.epilogue<T>(), kept_by_tma ? tensor_map(kept) : CUtensorMap{}};

@@ -90,15 +90,15 @@ Call prepare(const Tensor& input, const Tensor& other, bool transposed, const ch
     return described(input, other, transposed, op, other_name, nullptr);
 }
 
-Call prepare_into(const Tensor& output, const Tensor& input, const Tensor& other, const char* op) {
+Call prepare_into(const Tensor& output, const Tensor& input, const Tensor& other, const char* op, int64_t padding) {
     KL_CHECK(input.dim() == 2 && other.dim() == 2 && output.dim() == 2, op, ": every operand must be a matrix");
     const Call call = described(input, other, false, op, "other", &output);
     const auto& [p, c] = call;
     KL_CHECK(c.is_cuda() && c.get_device_index() == input.get_device_index(), op,
              ": argument `output` must be on the device of `input`");
-    KL_CHECK(c.size(0) == p.M && c.size(1) == p.N, op, ": argument `output` must have ", p.M, " rows and ", p.N,
-             " columns, got ", c.size(0), " and ", c.size(1));
-    KL_CHECK((p.N == 1 || c.stride(1) == 1) && (p.M == 1 || c.stride(0) >= p.N), op,
+    KL_CHECK(c.size(0) == p.M && c.size(1) >= p.N && c.size(1) <= p.N + padding, op, ": argument `output` must have ",
+             p.M, " rows and ", p.N, " columns, got ", c.size(0), " and ", c.size(1));
+    KL_CHECK((c.size(1) == 1 || c.stride(1) == 1) && (p.M == 1 || c.stride(0) >= c.size(1)), op,
              ": argument `output` must have columns side by side");
     return call;
 }

@@ -63,8 +63,9 @@ struct Call {
 Call prepare(const Tensor& input, const Tensor& other, bool transposed = false, const char* op = "matmul",
              const char* other_name = "other");
 
-// The same of two matrices and an output that is given: (M, N), columns side by side, of any dtype.
-Call prepare_into(const Tensor& output, const Tensor& input, const Tensor& other, const char* op);
+// The same of two matrices and an output that is given, of any dtype: M rows of N columns side by side, and `padding`
+// columns more at most, which nobody reads.
+Call prepare_into(const Tensor& output, const Tensor& input, const Tensor& other, const char* op, int64_t padding = 0);
 
 // `mma`'s and `registers`'s kernels, and those that add to the output instead of writing it. The output is dense: `mma`
 // adds to float16 or bfloat16 operands' sums of float32 or of their own dtype, `registers` to float32 alone.

@@ -138,7 +138,8 @@ void launch(const char* name, const HopperCall& call, const typename Loader::Sou
         KL_CUDA_CHECK(cudaMemsetAsync(space.flags, 0, blocks * sizeof(uint32_t), on.stream));
     }
     const TmaTensor output = output_tensor(call);
-    const bool by_tma = sizeof(T) == 2 && output.dtype != ScalarType::Float && tma_can_address(output);
+    const bool by_tma = sizeof(T) == 2 && output.dtype != ScalarType::Float &&
+                        (call.padded ? tma_can_address(output) : tma_can_write(output));
     const HopperGrid grid{blocks, Loader::BLOCKS, (Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, SHARED};
     launch_hopper(KERNEL, name, grid, on, asked, static_cast<T*>(call.c), by_tma ? tensor_map(output) : CUtensorMap{},
                   by_tma, from, p, order, schedule, space, epilogue...);

@@ -113,6 +113,8 @@ bool tma_can_address(const TmaTensor& t) {
     return can;
 }
 
+bool tma_can_write(const TmaTensor& t) { return tma_can_address(t) && t.sizes[0] * item_size(t.dtype) % 16 == 0; }
+
 CUtensorMap tensor_map(const TmaTensor& tensor) {
     struct Cached {
         Key key;

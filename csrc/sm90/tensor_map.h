@@ -31,6 +31,10 @@ struct TmaTensor {
 /// in 32-bit coordinates.
 bool tma_can_address(const TmaTensor& tensor);
 
+/// Whether TMA can write the tensor and nothing beside it. TMA writes whole runs of 16 bytes, so rows must end at one: an
+/// H100 stored zeros in the seven elements behind rows of 129. Reads stop at the exact element.
+bool tma_can_write(const TmaTensor& tensor);
+
 /// Encodes the tensor map (a `const __grid_constant__ CUtensorMap` parameter) with the 128-byte swizzle, without touching the
 /// device. Each thread caches its last few, keyed by their whole content. Raises where TMA cannot address the tensor.
 CUtensorMap tensor_map(const TmaTensor& tensor);

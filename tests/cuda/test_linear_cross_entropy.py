@@ -57,19 +57,38 @@ def _assert_close(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, before: t
 @needs_gpu
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products_into_views(chunked, dtype, size):
-    """Logits in padded rows, and the gradient of some rows of the input: nothing beside them is written."""
+    """Logits in padded rows, and the gradient of some rows of the input: nothing but the padding is written beside."""
     rows, features, classes = size
     x, weight = chunked._readable(_normal(rows, features, dtype=dtype)), _normal(classes, features, dtype=dtype)
-    logits = chunked._empty_logits(x, weight)
-    whole = logits.as_strided((rows, logits.stride(0)), (logits.stride(0), 1)).fill_(torch.nan)
+    step = chunked._empty_logits(x, weight).stride(0)
+    whole = torch.full((rows + 16, step), torch.nan, dtype=dtype, device="cuda")
+    logits = whole[8:-8, :classes]
     chunked.multiply(logits, x, weight.mT)
     _assert_close(logits, x, weight.mT)
-    assert whole[:, classes:].isnan().all()
+    assert whole[:8].isnan().all()
+    assert whole[-8:].isnan().all()
     gradients = torch.full((rows + 32, features), torch.nan, dtype=dtype, device="cuda")
     chunked.multiply(gradients[16 : 16 + rows], logits, weight)
     _assert_close(gradients[16 : 16 + rows], logits, weight)
     assert gradients[:16].isnan().all()
     assert gradients[16 + rows :].isnan().all()
+
+
+@needs_gpu
+@pytest.mark.parametrize("rung", ["persistent", "stream_k"])
+@pytest.mark.parametrize("size", [(65, 264, 129), (512, 512, 1001), (1, 64, 77)], ids=str)
+def test_rows_that_end_off_16_bytes(chunked, rung, size):
+    """TMA writes whole runs of 16 bytes: what follows a row belongs to somebody else."""
+    if (reason := chunked.not_hopper(0)) is not None:
+        pytest.skip(reason)
+    rows, features, classes = size
+    a, b = _normal(rows, features, dtype=torch.bfloat16), _normal(classes, features, dtype=torch.bfloat16).mT
+    whole = torch.full((rows, -(-classes // 8) * 8 + 32), torch.nan, dtype=torch.bfloat16, device="cuda")
+    output = whole[:, :classes]
+    product = torch.ops.kernel_ladder.linear_cross_entropy_product.chunked
+    product(a, b, output, rung, False, 0, 0, 0, False)
+    _assert_close(output, a, b)
+    assert whole[:, classes:].isnan().all()
 
 
 @needs_gpu

@@ -42,7 +42,7 @@ SHARED: dict[tuple[str, str], dict[str, str]] = {
     },
     **{
         ("cuda", op): {"attention_naive_fill_kernel": "writes the results of a call without keys"}
-        for op in ("attention", "attention_varlen")
+        for op in ("attention", "attention_varlen", "attention_paged")
     },
     ("cuda", "sum"): dict.fromkeys(
         ("sum_coalesced_columns_kernel", "sum_coalesced_rows_kernel", "sum_coalesced_strided_rows_kernel"),
@@ -133,7 +133,10 @@ BORROWED: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {
     },
     ("cuda", "matmul", "backward"): {
         **{
-            f"cuda.{rung}": {"matmul_registers_kernel": "takes operands that lie otherwise than those of the call"}
+            f"cuda.{rung}": dict.fromkeys(
+                ("matmul_registers_kernel", "linear_registers_kernel"),
+                "registers takes operands that lie otherwise than those of the call",
+            )
             for rung in ("thread_tile", "vectorized", "double_buffered", "registers_tma")
         },
         "cuda.skinny": {"matmul_mma_kernel": "the gradients of few rows are products of many"},
