@@ -5,9 +5,12 @@ stream: JAX's stream waits for PyTorch's current one before it reads, and PyTorc
 :class:`Order` does so once a call, with one event, where PyTorch's own export makes one for every tensor.
 `python -m bench bridge` measures what all of this costs the host.
 
-Three rules keep memory safe. No array outlives its call, because nothing tells JAX of a write in place. Every result is
-exported before the call returns, because the export waits for the program that still reads the inputs. No input is
-donated, because PyTorch owns it.
+Rules that keep memory safe:
+
+- No array outlives its call, because nothing tells JAX of a write in place.
+- Every copy of an operand is launched before the first import, because the call's event is recorded there.
+- Every result is exported before the call returns, because the export waits for the program that reads the inputs.
+- No input is donated, because PyTorch owns it.
 """
 
 from __future__ import annotations
@@ -78,13 +81,21 @@ def wide(*tensors: torch.Tensor | None) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def to_jax(x: torch.Tensor | None, order: Order | None = None) -> Any:
-    """`x` as an argument of a compiled function: its own memory, or a copy where it is not contiguous or aligned.
+def to_jax(x: torch.Tensor | None) -> Any:
+    """`x` as an argument of a compiled function: its own memory, or a copy where it is not contiguous or aligned."""
+    return _imported(_importable(x), None)
 
-    Args:
-        x: the tensor, or None.
-        order: that of the call, for a tensor on a GPU.
+
+def operands(tensors: Inputs, order: Order) -> list[Any]:
+    """Tensors on a GPU as arguments of one call, as :func:`to_jax` makes them, in the call's order.
+
+    The first import records the event that JAX waits for. A copy launched after it would be read unwritten.
     """
+    return [_imported(x, order) for x in [_importable(x) for x in tensors]]
+
+
+def _importable(x: torch.Tensor | None) -> torch.Tensor | None:
+    """`x` as JAX takes it. Any copy is launched on the current stream."""
     if x is None:
         return None
     x = x.detach()
@@ -92,8 +103,12 @@ def to_jax(x: torch.Tensor | None, order: Order | None = None) -> Any:
         x = x.view(torch.uint8)
     if not x.is_contiguous():  # DLPack refuses other strides, and XLA is slow with other layouts
         x = x.contiguous()
-    if x.is_cuda and x.data_ptr() % ALIGNMENT:
-        x = x.clone()
+    return x.clone() if x.is_cuda and x.data_ptr() % ALIGNMENT else x
+
+
+def _imported(x: torch.Tensor | None, order: Order | None) -> Any:
+    if x is None:
+        return None
     if x.device.type == "cpu" and _numpy_arrays_stay_on_cpu():
         if x.dtype is torch.bfloat16:  # which NumPy has not
             return x.view(torch.int16).numpy().view(_bfloat16())
@@ -220,7 +235,7 @@ def _run(program: Callable[..., Any], tensors: Inputs, *more: Any) -> tuple[torc
         order = Order(device)
         follow_other_streams(device, order.current)
     with wide(*tensors):
-        arrays = [to_jax(x, order) for x in tensors]
+        arrays = [to_jax(x) for x in tensors] if order is None else operands(tensors, order)
         found = program(*arrays, *more)
         # `arrays` stay until the results are exported: their memory must not be given to others before that.
         return tuple([to_torch(y, device, order) for y in found])
