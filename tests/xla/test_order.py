@@ -9,12 +9,13 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernel_ladder as kl
-from kernel_ladder import table
+from kernel_ladder import gpu, table
 from xla_impl import bridge
 
 from ..conftest import DEVICE, needs_gpu
@@ -147,6 +148,38 @@ def test_memory_of_a_dropped_result_waits_for_its_readers(side):
     assert (found == 2).all()
 
 
+@needs_gpu
+def test_a_seed_is_not_written_to_a_result_that_is_still_read():
+    x = full(1, (2,))
+    kl.dropout(x, 0.5, seed=1, **XLA)
+    kl.add(x, x, **XLA)
+    torch.cuda.synchronize()
+    results = [kl.add(x, x, **XLA) for _ in range(8)]
+    torch.cuda._sleep(BUSY)
+    found = [y.clone() for y in results]
+    results.clear()
+    for seed in range(8):
+        kl.dropout(x, 0.5, seed=seed, **XLA)
+    torch.cuda.synchronize()
+    assert all((y == 2).all() for y in found)
+
+
+@needs_gpu
+def test_compilation_writes_to_no_result_that_is_still_read():
+    """XLA times candidates of a product on memory of its own, which may be that of dropped results."""
+    x = full(1)
+    a, b = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((1000, 1032), (1032, 1048)))
+    kl.add(x, x, **XLA)
+    torch.cuda.synchronize()
+    results = [kl.add(x, x, **XLA) for _ in range(8)]
+    torch.cuda._sleep(16 * BUSY)  # longer than JAX takes to trace and to lower
+    found = [y.clone() for y in results]
+    results.clear()
+    kl.matmul(a, b, **XLA)
+    torch.cuda.synchronize()
+    assert all((y == 2).all() for y in found)
+
+
 class Copies(TorchDispatchMode):
     """Notes each copy that makes a tensor contiguous."""
 
@@ -171,3 +204,47 @@ def test_every_copy_comes_before_the_first_import(monkeypatch):
         arrays = bridge.operands((x, x.t(), None, x[:, :2]), order)
     assert done == ["copy", "copy", "import", "import", "import"]
     assert arrays[2] is None
+
+
+def test_the_host_waits_before_what_jax_does_on_its_own(monkeypatch):
+    """Before a compilation, and where each operand is empty. Seeds become tensors, which pass in the call's order."""
+    waited: list[str] = []
+
+    class Order:
+        def __init__(self, device: torch.device) -> None:
+            self.current = SimpleNamespace(synchronize=lambda: waited.append("compiles"))
+
+        def hold(self) -> None:
+            waited.append("hold")
+
+    def program(x, traced):
+        assert isinstance(traced["seed"], torch.Tensor)
+        return (x + traced["seed"].sum(),)
+
+    monkeypatch.setattr(bridge, "Order", Order)
+    monkeypatch.setattr(bridge, "_called", set())
+    monkeypatch.setattr(bridge, "follow_other_streams", lambda device, current: None)
+    monkeypatch.setattr(bridge, "operands", lambda tensors, order: list(tensors))
+    monkeypatch.setattr(bridge, "to_torch", lambda y, device, order: y)
+    monkeypatch.setattr(gpu, "capturing", lambda: False)
+    traced = {"seed": np.array((1, 2), np.int32)}
+    for length in (2, 2, 3):
+        (y,) = bridge._run_on_gpu(program, torch.device("cpu"), (torch.zeros(length),), traced)
+        assert (y == 3).all()
+    assert waited == ["compiles", "hold", "hold", "compiles", "hold"]
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_call_without_imports_waits_on_the_host(monkeypatch, imported):
+    waited: list[str] = []
+    stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: waited.append("host"))
+    jax_stream = SimpleNamespace(wait_event=lambda event: waited.append("stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(bridge, "_external", lambda pointer, device: jax_stream)
+    monkeypatch.setattr(bridge, "_events", bridge._Events())
+    order = bridge.Order(torch.device("cuda", 0))
+    if imported:
+        order.before(7)
+    order.hold()
+    assert waited == (["stream"] if imported else ["host"])
