@@ -5,9 +5,17 @@ stream: JAX's stream waits for PyTorch's current one before it reads, and PyTorc
 :class:`Order` does so once a call, with one event, where PyTorch's own export makes one for every tensor.
 `python -m bench bridge` measures what all of this costs the host.
 
-Three rules keep memory safe. No array outlives its call, because nothing tells JAX of a write in place. Every result is
-exported before the call returns, because the export waits for the program that still reads the inputs. No input is
-donated, because PyTorch owns it.
+Rules that keep memory safe:
+
+- No array outlives its call, because nothing tells JAX of a write in place.
+- Every copy of an operand is launched before the first import, because the call's event is recorded there.
+- Every result is exported before the call returns, because the export waits for the program that reads the inputs.
+- No input is donated, because PyTorch owns it.
+- JAX takes back a result's memory as soon as its tensor is gone. What it starts next must not write there before the
+  current stream has read it: programs wait for their operands, :func:`_run_on_gpu` sees to the rest.
+
+``Tensor.record_stream`` does not reach JAX's memory. So a result's tensor must outlive its readers where they run on a
+stream that has never called this level, or in a thread while another thread is inside a call.
 """
 
 from __future__ import annotations
@@ -19,6 +27,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.dlpack import DLDeviceType, to_dlpack
 
@@ -78,13 +87,21 @@ def wide(*tensors: torch.Tensor | None) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def to_jax(x: torch.Tensor | None, order: Order | None = None) -> Any:
-    """`x` as an argument of a compiled function: its own memory, or a copy where it is not contiguous or aligned.
+def to_jax(x: torch.Tensor | None) -> Any:
+    """`x` as an argument of a compiled function: its own memory, or a copy where it is not contiguous or aligned."""
+    return _imported(_importable(x), None)
 
-    Args:
-        x: the tensor, or None.
-        order: that of the call, for a tensor on a GPU.
+
+def operands(tensors: Inputs, order: Order) -> list[Any]:
+    """Tensors on a GPU as arguments of one call, as :func:`to_jax` makes them, in the call's order.
+
+    The first import records the event that JAX waits for. A copy launched after it would be read unwritten.
     """
+    return [_imported(x, order) for x in [_importable(x) for x in tensors]]
+
+
+def _importable(x: torch.Tensor | None) -> torch.Tensor | None:
+    """`x` as JAX takes it. Any copy is launched on the current stream."""
     if x is None:
         return None
     x = x.detach()
@@ -92,8 +109,12 @@ def to_jax(x: torch.Tensor | None, order: Order | None = None) -> Any:
         x = x.view(torch.uint8)
     if not x.is_contiguous():  # DLPack refuses other strides, and XLA is slow with other layouts
         x = x.contiguous()
-    if x.is_cuda and x.data_ptr() % ALIGNMENT:
-        x = x.clone()
+    return x.clone() if x.is_cuda and x.data_ptr() % ALIGNMENT else x
+
+
+def _imported(x: torch.Tensor | None, order: Order | None) -> Any:
+    if x is None:
+        return None
     if x.device.type == "cpu" and _numpy_arrays_stay_on_cpu():
         if x.dtype is torch.bfloat16:  # which NumPy has not
             return x.view(torch.int16).numpy().view(_bfloat16())
@@ -159,6 +180,11 @@ class Order:
         waits = torch.cuda.default_stream(self.device) if default else _external(stream, self.device)
         waits.wait_event(self._event)
 
+    def hold(self) -> None:
+        """Let the host wait for the current stream where no import has let JAX do so: each operand is empty."""
+        if self._event is None:
+            self.current.synchronize()
+
 
 class Operand:
     """A tensor as JAX imports it: DLPack's protocol, with the order of the call."""
@@ -213,14 +239,41 @@ def run(program: Callable[..., Any], tensors: Inputs, *more: Any) -> tuple[torch
 
 
 def _run(program: Callable[..., Any], tensors: Inputs, *more: Any) -> tuple[torch.Tensor, ...]:
-    device, order = tensors[0].device, None
+    device = tensors[0].device
     if device.type == "cuda":
-        if gpu.capturing():
-            raise UnsupportedError(CAPTURED)
-        order = Order(device)
-        follow_other_streams(device, order.current)
+        return _run_on_gpu(program, device, tensors, *more)
     with wide(*tensors):
-        arrays = [to_jax(x, order) for x in tensors]
-        found = program(*arrays, *more)
+        arrays = [to_jax(x) for x in tensors]
         # `arrays` stay until the results are exported: their memory must not be given to others before that.
+        return tuple([to_torch(y, device) for y in program(*arrays, *more)])
+
+
+#: What has been called on a GPU: a program, the device, shapes and dtypes. JAX compiles for any other call.
+_called: set[tuple[Any, ...]] = set()
+
+
+def _run_on_gpu(
+    program: Callable[..., Any], device: torch.device, tensors: Inputs, *more: dict[str, np.ndarray]
+) -> tuple[torch.Tensor, ...]:
+    """:func:`_run`, where JAX does two things without waiting for the current stream.
+
+    It compiles: XLA times candidates on memory of dropped results, which pending kernels may still read. So the host
+    waits before a first call. And it copies NumPy's arrays into such memory as well. So PyTorch copies them.
+    """
+    if gpu.capturing():
+        raise UnsupportedError(CAPTURED)
+    order = Order(device)
+    follow_other_streams(device, order.current)
+    signature = (program, device, *[None if x is None else (x.shape, x.dtype) for x in tensors])
+    if signature not in _called:
+        order.current.synchronize()
+    with wide(*tensors):
+        # The copies are asynchronous: CUDA stages pageable memory before it returns.
+        copied = [torch.from_numpy(x).to(device, non_blocking=True) for named in more for x in named.values()]
+        arrays = operands((*tensors, *copied), order)
+        order.hold()
+        values = iter(arrays[len(tensors) :])
+        found = program(*arrays[: len(tensors)], *[{name: next(values) for name in named} for named in more])
+        _called.add(signature)
+        # `arrays` stay until the results are exported, as in `_run`.
         return tuple([to_torch(y, device, order) for y in found])

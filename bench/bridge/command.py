@@ -107,9 +107,6 @@ class Setting:
         arrays = [None if x is None else jax.numpy.array(bridge.to_jax(x), copy=True) for x in tensors]
         on_cpu = device.type == "cpu"
 
-        def order() -> Any:
-            return None if on_cpu else bridge.Order(device)
-
         def plain() -> Any:
             found = program(*arrays, traced)
             return jax.block_until_ready(found) if on_cpu else found  # as the bridge waits for a CPU
@@ -118,11 +115,10 @@ class Setting:
             timing.synchronize(device)
 
         def imported() -> Any:
-            ordered = order()
-            return [bridge.to_jax(x, ordered) for x in tensors]
+            return [bridge.to_jax(x) for x in tensors] if on_cpu else bridge.operands(tensors, bridge.Order(device))
 
         done = jax.block_until_ready(plain())
-        of_done = order()
+        of_done = None if on_cpu else bridge.Order(device)
         self.plain = Way(plain, jax.block_until_ready)
         self.run = Way(lambda: bridge.run(program, tensors, traced), synchronize)
         self.call = Way(call, synchronize)
