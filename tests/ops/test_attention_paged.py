@@ -194,6 +194,22 @@ def test_lengths_grow_in_a_cuda_graph(level):
         torch.testing.assert_close(found, attend(tensors, "torch"), **CLOSE)
 
 
+def test_the_bound_is_that_of_sums_of_one_key_after_another():
+    """In float32. PyTorch adds up a vector's product in parts, whose error is that of shorter sums."""
+    tensors = [x.float() if x.is_floating_point() else x for x in call((300,), page_size=16, heads=(1, 1))]
+    query, key_cache, value_cache, table, _ = tensors
+    keys, values = (x[table[0].long()].flatten(0, 1)[:300, 0] for x in (key_cache, value_cache))
+    scores, output = torch.zeros(300, device=DEVICE), torch.zeros(keys.shape[1], device=DEVICE)
+    for d in range(keys.shape[1]):
+        scores.addcmul_(query[0, 0, 0, d] * keys.shape[1] ** -0.5, keys[:, d])
+    exp = torch.exp(scores - scores.max())
+    weights = exp / exp.sum(-1, keepdim=True)
+    for weight, value in zip(weights, values, strict=True):
+        output.addcmul_(weight, value)
+    options = {"is_causal": True, "scale": None, "enable_gqa": False}
+    assert kl.spec("attention_paged").yardstick(*tensors, **options)[0, 0, 0].equal(output)
+
+
 @needs_gpu
 def test_many_long_sequences_are_as_exact_as_the_formula_in_float32(gpu_memory):
     """So many that none would have more than one split, which adds up 4096 keys one after another."""
