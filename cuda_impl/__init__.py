@@ -16,8 +16,9 @@ from kernel_ladder.tracing import address
 
 @functools.cache
 def extension() -> ModuleType | None:
-    """The compiled module, or None if it was not built."""
-    if importlib.util.find_spec("kernel_ladder._C") is None:
+    """The compiled module, or None if it was not built, or from an older table of operators."""
+    found = importlib.util.find_spec("kernel_ladder._C")
+    if found is None or not_built.is_stale(found.origin):
         return None
     return importlib.import_module("kernel_ladder._C")
 
@@ -32,9 +33,10 @@ def architectures() -> list[str]:
 def unavailable() -> str | None:
     """Why the CUDA rungs cannot run on this machine, or None."""
     if (module := extension()) is None:
-        return not_built.reason()
+        found = importlib.util.find_spec("kernel_ladder._C")
+        return not_built.reason() if found is None else not_built.STALE
     if not hasattr(module, "architectures"):
-        return "the extension kernel_ladder._C is older than this package; run `pip install -e .` again"
+        return not_built.STALE
     if not gpu.visible():
         return "no CUDA GPU is visible"
     reasons = [built_for.no_code(index) for index in range(gpu.count())]

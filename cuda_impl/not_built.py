@@ -1,7 +1,8 @@
-"""Why the extension is not there: what the build left on record, and what this machine has now."""
+"""Why the extension is not there, or not usable: what the build left on record, and what this machine has now."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +15,22 @@ RECORD = Path(kernel_ladder.__file__).parent / "_not_built.txt"
 SWITCHED_OFF = "KERNEL_LADDER_CUDA=0"
 
 ROOT = Path(__file__).resolve().parent.parent
+#: The table of operators, which the Python functions of this level call by name. A build leaves its hash beside the
+#: extension, in a file of this ending.
+OPERATORS, OF_OPERATORS = ROOT / "csrc" / "core" / "bindings.cpp", ".operators"
+STALE = "the extension kernel_ladder._C is older than this package; run `pip install -e .` again"
+
+
+def is_stale(extension: str | None) -> bool:
+    """Whether the table of operators has changed since the extension was built, as after a ``git pull``.
+
+    Only a checkout can tell: an installed package has neither the table nor its hash.
+    """
+    try:
+        built = Path(f"{extension}{OF_OPERATORS}").read_text(encoding="utf-8").strip()
+        return built != hashlib.sha256(OPERATORS.read_bytes()).hexdigest()
+    except OSError:
+        return False
 
 
 def nvcc() -> str | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -343,6 +346,30 @@ def test_why_the_extension_is_missing(monkeypatch, tmp_path, recorded, nvcc, sai
     assert reason.startswith("the extension kernel_ladder._C was not built")
     assert said in reason
     assert ("install nvcc" in reason) == (nvcc is None)
+
+
+def test_an_extension_older_than_its_operators_is_not_loaded(monkeypatch, tmp_path):
+    """Else its level raises an error at an operator that is not there, and takes the package with it."""
+    table_, library = tmp_path / "bindings.cpp", tmp_path / "_C.so"
+    table_.write_text("gelu")
+    monkeypatch.setattr(not_built, "OPERATORS", table_)
+    assert not not_built.is_stale(str(library)), "copied without its hash"
+    record = tmp_path / "_C.so.operators"
+    record.write_text(f"{hashlib.sha256(b'gelu').hexdigest()}\n")
+    assert not not_built.is_stale(str(library))
+    table_.write_text("gelu, rope")
+    assert not_built.is_stale(str(library))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(library)))
+    cuda_impl.extension.cache_clear()
+    cuda_impl.unavailable.cache_clear()
+    try:
+        assert cuda_impl.climb("gelu") == []
+        assert cuda_impl.unavailable() == not_built.STALE
+        table_.unlink()  # an installed package has no sources
+        assert not not_built.is_stale(str(library))
+    finally:
+        cuda_impl.extension.cache_clear()
+        cuda_impl.unavailable.cache_clear()
 
 
 def test_the_build_leaves_its_reason_on_record(monkeypatch, tmp_path, capsys):
