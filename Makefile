@@ -99,4 +99,4 @@ format: $(if $(PYTHON),,$(PY))  ## let ruff and clang-format rewrite the files
 	@find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs $(CLANG_FORMAT) -i
 
 clean:  ## remove what was built, not .venv
-	rm -rf build dist *.egg-info kernel_ladder/_C*.so
+	rm -rf build dist *.egg-info kernel_ladder/_C*.so kernel_ladder/_C*.so.operators

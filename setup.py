@@ -66,13 +66,18 @@ def extension(home: Path) -> dict:
     # enough for this nvcc. Whether nvcc and the host compiler go together is tried out by check_toolkit.
     cpp_extension._check_cuda_version = lambda *_: None
     libraries_home = next(d for d in ("lib64", "lib", "targets/x86_64-linux/lib") if (home / d).exists())
+    # pip has pybind11 in a folder of another name each time, and ninja compiles again what has other arguments.
+    pybind_headers = ROOT / "build" / "pybind11"
+    pybind_headers.parent.mkdir(exist_ok=True)
+    pybind_headers.unlink(missing_ok=True)
+    pybind_headers.symlink_to(pybind11.get_include())
     module = Extension(
         "kernel_ladder._C",
         sources=together.sources(ROOT),
         depends=files(".cu", ".cuh", ".h"),
         include_dirs=[
             str(ROOT / "csrc"),
-            pybind11.get_include(),
+            str(pybind_headers),
             *cpp_extension.include_paths(),
             f"{home}/include",
         ],
@@ -103,6 +108,8 @@ def extension(home: Path) -> dict:
             super().build_extension(ext)
 
         def run(self):
+            if self.inplace:  # kept, where pip's own folder is not: the next installation compiles what has changed
+                self.build_temp = str(ROOT / "build" / f"objects-{sys.implementation.cache_tag}-{torch.__version__}")
             super().run()
             if self.inplace:  # for cuda_impl/not_built.py to tell an extension older than its table of operators
                 operators = hashlib.sha256((ROOT / "csrc/core/bindings.cpp").read_bytes()).hexdigest()
