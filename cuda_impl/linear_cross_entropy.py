@@ -1,5 +1,7 @@
 """The loss of a linear layer in CUDA C++: ``csrc/linear_cross_entropy.cu``. This module loops over chunks of rows.
 
+The passes around them are those of ``kernel_ladder/semantics/chunked_loss.py``.
+
 A product is matmul's: on Hopper's tensor cores by the rung that the selection names for its operands, elsewhere by
 ``mma``, in exact float32 by ``registers``. So the input's gradient, whose tiles are few and whose k is all classes,
 goes by ``stream_k`` or ``split_k``. The products that add to the weight's gradient have one kernel for each of these.
@@ -10,17 +12,18 @@ cannot read the input's rows, a copy of a chunk's. Every run gives the same bits
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import torch
 
 from cuda_impl import climb, not_hopper, unsupported
 from cuda_impl.matmul import selection  # with the driver's answer to how many blocks run at once
+from kernel_ladder.semantics import chunked_loss
+from kernel_ladder.semantics.chunked_loss import sum_dtype
+from kernel_ladder.semantics.cross_entropy import LossOptions
 from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.table import register
-from kernel_ladder.tracing import address, shapes_only
+from kernel_ladder.tracing import address
 
 #: Chunks that the rows are cut into at most, the least rows of one, and what divides those. Fewer rows give the input's
 #: gradient too few tiles for a GPU: 1024 rows of 2048 columns have 128 of 128².
@@ -31,18 +34,7 @@ VECTOR_BYTES = 16
 _operators = torch.ops.kernel_ladder
 
 
-class _Options(NamedTuple):
-    """A call's options."""
-
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
-    z_loss: float
-
-    @property
-    def reduced(self) -> bool:
-        return self.reduction != "none"
-
+class _Options(LossOptions):
     @property
     def numbers(self) -> tuple[int, float, float]:
         """What the kernels of a row's loss take."""
@@ -117,11 +109,6 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.copy_.default(_empty_rows(x, x.shape[1], aligned=True), x)
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the weight's gradient before it is scaled: float16 has no room for sums over all rows."""
-    return torch.float32 if dtype is torch.float16 else dtype
-
-
 def _losses(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: _Options, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,7 +130,7 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write each row's loss, and return the gradients of input and weight, where `grad` has that of each row's loss."""
     grad_input = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    dtype = _sum_dtype(weight.dtype)
+    dtype = sum_dtype(weight.dtype)
     add = dtype is not weight.dtype  # a product has the dtype of its operands, so the first of float16 is added too
     make = torch.zeros if add or not input.shape[0] else torch.empty
     grad_weight = make(weight.shape, dtype=dtype, device=weight.device)
@@ -158,97 +145,30 @@ def _gradients(
     return grad_input, grad_weight
 
 
-def _as_matrix(input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return (input, target) if input.dim() == 2 else (input.unsqueeze(0), target.unsqueeze(0))
+def _write_losses(
+    input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, options: _Options, losses: torch.Tensor
+) -> None:
+    for rows, labels, of_losses in _chunks(input, target, losses):
+        _losses(_readable(rows), weight, labels, options, of_losses)
 
 
-def _reduced(
-    losses: torch.Tensor, target: torch.Tensor, options: _Options, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and the number of rows that a mean divides by."""
-    output, count = (torch.empty((), dtype=kind, device=losses.device) for kind in (dtype, torch.float32))
-    if not shapes_only():
-        mean = options.reduction == "mean"
-        _operators.linear_cross_entropy_sum.chunked(losses, target, output, count, options.ignore_index, mean)
-    return output, count
+def _total(
+    output: torch.Tensor, count: torch.Tensor, losses: torch.Tensor, target: torch.Tensor, options: _Options
+) -> None:
+    mean = options.reduction == "mean"
+    _operators.linear_cross_entropy_sum.chunked(losses, target, output, count, options.ignore_index, mean)
 
 
-def inference(
-    input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, wide_loss: bool, **named: Any
-) -> torch.Tensor:
-    options, dtype = _Options(**named), torch.float32 if wide_loss else input.dtype
-    losses = torch.empty(target.shape, dtype=torch.float32 if options.reduced else dtype, device=input.device)
-    if not shapes_only():
-        x, labels = _as_matrix(input, target)
-        for rows, of_rows, of_losses in _chunks(x, labels, losses.view(labels.shape)):
-            _losses(_readable(rows), weight, of_rows, options, of_losses)
-    return _reduced(losses, target, options, dtype)[0] if options.reduced else losses
-
-
-def forward(
-    input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, wide_loss: bool, **named: Any
-) -> tuple[torch.Tensor, tuple]:
-    options, dtype = _Options(**named), torch.float32 if wide_loss else input.dtype
-    if not options.reduced:
-        output = inference(input, weight, target, wide_loss=wide_loss, **named)
-        return output, (input, weight, target, *options)
-    x, labels = _as_matrix(input, target)
-    losses = torch.empty(labels.shape, dtype=torch.float32, device=input.device)
-    if shapes_only():
-        sums = torch.empty(weight.shape, dtype=_sum_dtype(weight.dtype), device=weight.device)
-        gradients = (torch.empty(x.shape, dtype=x.dtype, device=x.device), sums)
-    else:
-        ones = torch.ones((), dtype=torch.float32, device=input.device).expand(labels.shape)
-        gradients = _gradients(x, weight, labels, options, losses, ones)
-    output, count = _reduced(losses, labels, options, dtype)
-    return output, (gradients[0].view(input.shape), gradients[1], count, *options)
-
-
-def backward(
-    saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...], in_place: bool = False
-) -> tuple[torch.Tensor | None, ...]:
-    first, second, third, *named = saved
-    options = _Options(*named)
-    if options.reduced:  # gradients of the sum of the losses, and the count of a mean
-        mean = options.reduction == "mean"
-        sums = zip((first, second), needs, strict=False)
-        return *[_scaled(x, grad, third, mean, first.dtype, in_place) if need else None for x, need in sums], None
-    x, labels = _as_matrix(first, third)
-    if shapes_only():
-        gradients = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, second))
-    else:
-        losses = torch.empty(labels.shape, dtype=torch.float32, device=x.device)
-        gradients = _gradients(x, second, labels, options, losses, grad.reshape(labels.shape))
-    return (
-        gradients[0].view(first.shape) if needs[0] else None,
-        gradients[1].to(second.dtype) if needs[1] else None,
-        None,
-    )
-
-
-def _scaled(
-    sums: torch.Tensor, grad: torch.Tensor, count: torch.Tensor, mean: bool, dtype: torch.dtype, in_place: bool
-) -> torch.Tensor:
-    keeps = in_place and sums.dtype == dtype
-    output = sums if keeps else torch.empty(sums.shape, dtype=dtype, device=sums.device)
-    if not shapes_only():
-        _operators.linear_cross_entropy_scale.chunked(sums, grad, count, output, mean)
-    return output
+def _scale(output: torch.Tensor, sums: torch.Tensor, grad: torch.Tensor, count: torch.Tensor, mean: bool) -> None:
+    _operators.linear_cross_entropy_scale.chunked(sums, grad, count, output, mean)
 
 
 def _register(name: str) -> None:
     for suffix in ("", "_backward", "_product", "_add_product", "_sum", "_scale"):
         operator = f"kernel_ladder::linear_cross_entropy{suffix}.{name}"
         torch.library.register_fake(operator, lambda *arguments: None)  # each writes to its arguments
-    register(
-        "linear_cross_entropy",
-        f"cuda.{name}",
-        forward=forward,
-        inference=inference,
-        backward=backward,
-        last_backward=functools.partial(backward, in_place=True),  # no second set of gradients in memory
-        unsupported=unsupported,
-    )
+    launches = chunked_loss.Launches(_Options, _write_losses, _gradients, _total, _scale)
+    register("linear_cross_entropy", f"cuda.{name}", **chunked_loss.passes(launches), unsupported=unsupported)
 
 
 for _name in climb("linear_cross_entropy"):

@@ -9,13 +9,13 @@ Limit now The products: those with few rows leave multiprocessors idle. The weig
 Next      Stream-K for the input's gradient, whose tiles are few and whose k is all classes.
 
 Where the gradient of every row's loss is another one, as without a reduction, the backward pass computes the logits
-again. Shared openly: the products of ``matmul/persistent.py``, of ``matmul/tiled.py`` where operands have no tensor
-descriptors, and the kernels of ``cross_entropy/online.py``.
+again: ``kernel_ladder/semantics/chunked_loss.py`` has the passes, this file what they launch. Shared openly: the
+products of ``matmul/persistent.py``, of ``matmul/tiled.py`` where operands have no tensor descriptors, and the kernels
+of ``cross_entropy/online.py``.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -24,8 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_ladder.semantics import chunked_loss
+from kernel_ladder.semantics.chunked_loss import sum_dtype
 from kernel_ladder.semantics.precision import tf32_allowed
-from kernel_ladder.tracing import shapes_only
 from triton_impl import interpreted, register, unsupported
 from triton_impl.common.dot import INTERPRETED, dot
 from triton_impl.cross_entropy import online, rows
@@ -139,7 +140,7 @@ _add_product = {
 _add_product_persistent = DescriptorProduct(_add_product_persistent_kernel, persistent=True)
 _launches = LaunchCache()
 #: By the dtypes of the sums and of the output's gradient: a kernel's launches are cached by that of its output alone.
-_scale = defaultdict(lambda: CachedKernel(_scale_kernel))
+_scale_kernels = defaultdict(lambda: CachedKernel(_scale_kernel))
 
 
 def _add_tiled(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Launch:
@@ -179,11 +180,6 @@ def rows_of_chunk(n_rows: int) -> int:
     return max(LEAST_ROWS, triton.cdiv(triton.cdiv(n_rows, CHUNKS), ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the weight's gradient before it is scaled: float16 has no room for sums over all rows."""
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
 def _gradients(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -196,7 +192,7 @@ def _gradients(
     by_row = options._replace(reduction="none")
     unused = torch.empty((), dtype=torch.float32, device=input.device)
     grad_input = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    dtype = _sum_dtype(weight.dtype)
+    dtype = sum_dtype(weight.dtype)
     make = torch.empty if input.shape[0] else torch.zeros
     grad_weight = make(weight.shape, dtype=dtype, device=weight.device)
     for part in _chunks(input.shape[0]):
@@ -233,88 +229,17 @@ def _losses(
     return logits, stats
 
 
-def _as_matrix(input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return (input, target) if input.dim() == 2 else (input[None], target[None])
+def _write_losses(
+    input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, options: Options, losses: torch.Tensor
+) -> None:
+    for part in _chunks(input.shape[0]):
+        _losses(input[part], weight, target[part], options, losses[part])
 
 
-def _reduced(
-    losses: torch.Tensor, target: torch.Tensor, options: Options, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and the number of rows that a mean divides by."""
-    output, count = (torch.empty((), dtype=kind, device=losses.device) for kind in (dtype, torch.float32))
-    if not shapes_only():
-        rows.launch_sum(output, count, losses, target, options)
-    return output, count
+def _scale(output: torch.Tensor, sums: torch.Tensor, grad: torch.Tensor, count: torch.Tensor, mean: bool) -> None:
+    kernel = _scale_kernels[sums.dtype, grad.dtype]
+    kernel(triton.cdiv(sums.numel(), BLOCK), (output, sums, grad, count), (sums.numel(), mean, BLOCK))
 
 
-def inference(
-    input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, wide_loss: bool, **named: Any
-) -> torch.Tensor:
-    options, dtype = Options(**named), torch.float32 if wide_loss else input.dtype
-    losses = torch.empty(target.shape, dtype=torch.float32 if options.reduced else dtype, device=input.device)
-    if not shapes_only():
-        x, labels = _as_matrix(input, target)
-        for part in _chunks(x.shape[0]):
-            _losses(x[part], weight, labels[part], options, losses.view(labels.shape)[part])
-    return _reduced(losses, target, options, dtype)[0] if options.reduced else losses
-
-
-def forward(
-    input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, wide_loss: bool, **named: Any
-) -> tuple[torch.Tensor, tuple]:
-    options, dtype = Options(**named), torch.float32 if wide_loss else input.dtype
-    if not options.reduced:
-        output = inference(input, weight, target, wide_loss=wide_loss, **named)
-        return output, (input, weight, target, *options)
-    x, labels = _as_matrix(input, target)
-    losses = torch.empty(labels.shape, dtype=torch.float32, device=input.device)
-    if shapes_only():
-        sums = torch.empty(weight.shape, dtype=_sum_dtype(weight.dtype), device=weight.device)
-        gradients = (torch.empty(x.shape, dtype=x.dtype, device=x.device), sums)
-    else:
-        ones = torch.ones((), dtype=torch.float32, device=input.device).expand(labels.shape)
-        gradients = _gradients(x, weight, labels, options, losses, ones)
-    output, count = _reduced(losses, labels, options, dtype)
-    return output, (gradients[0].view(input.shape), gradients[1], count, *options)
-
-
-def backward(
-    saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...], in_place: bool = False
-) -> tuple[torch.Tensor | None, ...]:
-    first, second, third, *named = saved
-    options = Options(*named)
-    if options.reduced:  # gradients of the sum of the losses, and the count of a mean
-        mean = options.reduction == "mean"
-        sums = zip((first, second), needs, strict=False)
-        return *[_scaled(x, grad, third, mean, first.dtype, in_place) if need else None for x, need in sums], None
-    x, labels = _as_matrix(first, third)
-    if shapes_only():
-        gradients = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, second))
-    else:
-        losses = torch.empty(labels.shape, dtype=torch.float32, device=x.device)
-        gradients = _gradients(x, second, labels, options, losses, grad.reshape(labels.shape))
-    return (
-        gradients[0].view(first.shape) if needs[0] else None,
-        gradients[1].to(second.dtype) if needs[1] else None,
-        None,
-    )
-
-
-def _scaled(
-    x: torch.Tensor, grad: torch.Tensor, count: torch.Tensor, mean: bool, dtype: torch.dtype, in_place: bool
-) -> torch.Tensor:
-    output = x if in_place and x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device)
-    if output.numel():
-        _scale[x.dtype, grad.dtype](triton.cdiv(x.numel(), BLOCK), (output, x, grad, count), (x.numel(), mean, BLOCK))
-    return output
-
-
-register(
-    "linear_cross_entropy",
-    "triton.chunked",
-    forward=forward,
-    inference=inference,
-    backward=backward,
-    last_backward=functools.partial(backward, in_place=True),  # no second set of gradients in memory
-    unsupported=unsupported,
-)
+_rung = chunked_loss.Launches(Options, _write_losses, _gradients, rows.launch_sum, _scale)
+register("linear_cross_entropy", "triton.chunked", **chunked_loss.passes(_rung), unsupported=unsupported)

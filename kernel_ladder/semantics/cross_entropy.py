@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch.compiler import is_compiling
@@ -12,6 +13,19 @@ from kernel_ladder.tracing import PLAIN, shapes_only
 from kernel_ladder.transforms import transforms_active
 
 REDUCTIONS = ("none", "mean", "sum")
+
+
+class LossOptions(NamedTuple):
+    """A call's options."""
+
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    z_loss: float
+
+    @property
+    def reduced(self) -> bool:
+        return self.reduction != "none"
 
 
 def class_dim(input: torch.Tensor) -> int:

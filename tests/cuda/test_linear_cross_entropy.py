@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kernel_ladder
+from kernel_ladder.semantics.chunked_loss import sum_dtype
 from kernel_ladder.spec import Case, as_leaves
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_grad, make_inputs
@@ -100,7 +101,7 @@ def test_products_are_added(chunked, dtype, size):
     logits = chunked._empty_logits(x, weight)
     logits.as_strided((rows, logits.stride(0)), (logits.stride(0), 1)).fill_(torch.nan)
     logits.copy_(_normal(rows, classes, dtype=dtype))
-    before = _normal(classes, features, dtype=chunked._sum_dtype(dtype))
+    before = _normal(classes, features, dtype=sum_dtype(dtype))
     first, second = before.clone(), before.clone()
     for sums in (first, second):
         chunked.add_product(sums, logits.mT, x)
@@ -115,7 +116,7 @@ def test_operands_that_lie_otherwise(chunked, dtype):
         (_normal(70, 133, dtype=dtype), _normal(70, 61, dtype=dtype)),
         (_normal(133, 72, dtype=dtype).mT, _normal(64, 72, dtype=dtype).mT),
     ):
-        sums = _normal(a.shape[1], b.shape[1], dtype=chunked._sum_dtype(dtype))
+        sums = _normal(a.shape[1], b.shape[1], dtype=sum_dtype(dtype))
         before = sums.double()
         chunked.add_product(sums, a.mT, b)
         _assert_close(sums, a.mT, b, before)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.semantics.cross_entropy import rows_of
+from kernel_ladder.semantics.cross_entropy import LossOptions, rows_of
 from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import unsupported as unsupported_by_triton
@@ -85,17 +85,8 @@ def _cross_entropy_sum_kernel(
 _sum_of = defaultdict(lambda: CachedKernel(_cross_entropy_sum_kernel, num_warps=16))
 
 
-class Options(NamedTuple):
+class Options(LossOptions):
     """A call's options, as kernels take them."""
-
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
-    z_loss: float
-
-    @property
-    def reduced(self) -> bool:
-        return self.reduction != "none"
 
     def numbers(self, n_cols: int) -> tuple[int, float, float, float]:
         """(ignore_index, share of the label, share of each class, factor of the z-loss)"""
