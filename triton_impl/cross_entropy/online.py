@@ -253,9 +253,15 @@ def launch_backward(
         constants |= {"DIVISIBILITY": divisibility, "PEELED": peeled}
         columns = n_cols + (UNIT.value - 1 if peeled else 0)
         arguments = (n_rows, n_cols, *options.numbers(n_cols), *strides)
-        return _tuned_backward(n_cols)(
-            lambda meta: (n_rows * triton.cdiv(columns, meta["BLOCK"]),), tensors, arguments, constants
+        # Timing configurations runs the kernel many times, so in place of its input the first call needs memory apart.
+        in_place = grad_input.data_ptr() == input.data_ptr()
+        output = grad_input.new_empty_strided(input.shape, grad_input.stride()) if in_place else grad_input
+        launch = _tuned_backward(n_cols)(
+            lambda meta: (n_rows * triton.cdiv(columns, meta["BLOCK"]),), (output, *tensors[1:]), arguments, constants
         )
+        if in_place:
+            launch(*tensors)
+        return launch
 
     _launches.run(("backward", n_rows, n_cols, strides, options, input.dtype, grad.dtype, input.device), make, tensors)
 
