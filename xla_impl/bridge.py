@@ -34,6 +34,7 @@ from torch.utils.dlpack import DLDeviceType, to_dlpack
 from kernel_ladder import gpu
 from kernel_ladder.errors import UnsupportedError, is_for_memory
 from kernel_ladder.spec import Inputs, dtype_name
+from xla_impl import direct_import
 
 CAPTURED = "JAX launches on streams of its own, which a CUDA graph cannot capture; call it outside of the graph"
 
@@ -122,7 +123,13 @@ def _imported(x: torch.Tensor | None, order: Order | None) -> Any:
     if x.numel() == 0:
         with jax().default_device(_device(x.device)):
             return jax().numpy.zeros(tuple(x.shape), dtype=dtype_name(x.dtype))
-    return jax().dlpack.from_dlpack(x if order is None else Operand(x, order))
+    return jax().dlpack.from_dlpack(x) if order is None else _import(x.device)(Operand(x, order))
+
+
+@functools.cache
+def _import(device: torch.device) -> direct_import.Import:
+    """How arrays of a GPU are imported there."""
+    return direct_import.find(_device(device), device, jax().dlpack.from_dlpack, lambda x: Operand(x, Order(device)))
 
 
 def _device(device: torch.device) -> Any:

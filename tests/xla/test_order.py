@@ -195,8 +195,7 @@ class Copies(TorchDispatchMode):
 
 def test_every_copy_comes_before_the_first_import(monkeypatch):
     done: list[str] = []
-    fake = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=lambda operand: operand.__dlpack__(stream=7)))
-    monkeypatch.setattr(bridge, "jax", lambda: fake)
+    monkeypatch.setattr(bridge, "_import", lambda device: lambda operand: operand.__dlpack__(stream=7))
     monkeypatch.setattr(bridge, "_numpy_arrays_stay_on_cpu", lambda: False)
     order = SimpleNamespace(before=lambda stream: done.append("import"))
     x = torch.arange(6.0).view(2, 3)
