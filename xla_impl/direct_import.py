@@ -24,9 +24,8 @@ def find(device: Any, of_torch: torch.device, public: Import, operand: Callable[
 
     `operand` makes an object with DLPack's protocol of a tensor.
     """
-    try:
-        private = importlib.import_module("jax._src.lib")._jax.dlpack_managed_tensor_to_buffer
-    except (ImportError, AttributeError):
+    private = private_import()
+    if private is None:
         return public
     kind = int(DLDeviceType.kDLCUDA if of_torch.type == "cuda" else DLDeviceType.kDLCPU)
     sample = torch.arange(6, dtype=torch.float32, device=of_torch).view(2, 3)
@@ -38,6 +37,14 @@ def find(device: Any, of_torch: torch.device, public: Import, operand: Callable[
         except Exception:  # whatever a function of other arguments raises
             continue
     return public
+
+
+def private_import() -> Callable[..., Any] | None:
+    """jaxlib's function, or None where it has another name."""
+    try:
+        return importlib.import_module("jax._src.lib")._jax.dlpack_managed_tensor_to_buffer
+    except (ImportError, AttributeError):
+        return None
 
 
 def _of(private: Callable[..., Any], device: Any, more: tuple[int, ...]) -> Import:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.utils.dlpack import to_dlpack
@@ -45,7 +42,8 @@ def found() -> direct_import.Import:
     device = bridge._device(DEVICE)
     if DEVICE.type == "cuda":
         return direct_import.find(device, DEVICE, bridge.jax().dlpack.from_dlpack, Capsule)
-    private = importlib.import_module("jax._src.lib")._jax.dlpack_managed_tensor_to_buffer
+    private = direct_import.private_import()
+    assert private is not None
     return direct_import._of(lambda capsule, _, *more: private(capsule, device, *more), WithoutStreams(device), ())
 
 
@@ -71,11 +69,8 @@ def test_the_array_keeps_the_tensor():
     assert array.tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "lib", [SimpleNamespace(), SimpleNamespace(_jax=SimpleNamespace())], ids=["module", "function"]
-)
-def test_a_jaxlib_without_the_function(monkeypatch, lib):
-    monkeypatch.setattr(importlib, "import_module", lambda name: lib)
+def test_a_jaxlib_without_the_function(monkeypatch):
+    monkeypatch.setattr(direct_import, "private_import", lambda: None)
     public = object()
     assert direct_import.find(None, DEVICE, public, Capsule) is public
 
@@ -91,6 +86,5 @@ def test_a_function_with_other_arguments_or_results(monkeypatch):
         return bridge.jax().numpy.array(public(Capsule(torch.zeros(2, 3, device=DEVICE))), copy=True)
 
     for function in (refuses, copies):
-        lib = SimpleNamespace(_jax=SimpleNamespace(dlpack_managed_tensor_to_buffer=function))
-        monkeypatch.setattr(importlib, "import_module", lambda name, lib=lib: lib)
+        monkeypatch.setattr(direct_import, "private_import", lambda function=function: function)
         assert direct_import.find(device, DEVICE, public, Capsule) is public
