@@ -28,6 +28,21 @@ class Rotary(Patched):
     OPS, BY = ("rope",), "rope"
 
 
+@torch.library.custom_op("kernel_ladder::rotary_table", mutates_args=())
+def _complex_table(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``cos + i · sin``, of operands ``(S, R / 2)``.
+
+    An operator of its own, because Inductor copies complex tensors that it lays out itself, and has no code for that on
+    a GPU (``KeyError: 'complex64'`` in PyTorch 2.11).
+    """
+    return torch.complex(cos.float(), sin.float())
+
+
+@_complex_table.register_fake
+def _(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.empty(cos.shape, dtype=torch.complex64, device=cos.device)
+
+
 def rotation(original: Callable[..., Any], backend: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """A function with the arguments of `original`, which does the calls that ``rope`` does not take.
 
@@ -43,7 +58,7 @@ def rotation(original: Callable[..., Any], backend: str) -> Callable[..., tuple[
             if known[0] is cos and known[1] is sin:
                 return known[2]
         half = cos.shape[-1] // 2
-        table = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
+        table = _complex_table(cos[0, :, :half], sin[0, :, :half])
         if not is_compiling():
             last = cos, sin, table
         return table

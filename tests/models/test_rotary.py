@@ -8,6 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from kernel_ladder import models, ops
 from kernel_ladder.models import rotary
@@ -53,6 +55,23 @@ def test_layers_share_a_table():
     with torch.no_grad(), mock.patch.object(torch, "complex", wraps=torch.complex) as made:
         model(**families.inputs("llama"))
     assert made.call_count == 1
+
+
+def test_a_compiled_graph_leaves_the_complex_table_to_one_operator():
+    """Inductor has no code for complex tensors on a GPU, and copies those of PyTorch's operators that it lays out."""
+    model, graphs = families.make("llama"), []
+    models.patch(model, backend="torch", report=False)
+
+    def keep(graph, given):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    with torch.no_grad():
+        torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(**families.inputs("llama"))
+    (graph,) = graphs
+    made = [n for n in graph.graph.nodes if isinstance(x := n.meta.get("val"), torch.Tensor) and x.is_complex()]
+    assert [n.target for n in made if n.op == "call_function"][:1] == [torch.ops.kernel_ladder.rotary_table.default]
+    assert not any(n.target is torch.ops.aten.complex.default for n in made)
 
 
 def test_places_that_differ_by_sequence_are_rotated_as_before():
