@@ -28,13 +28,25 @@ def of_operation(op: str, results: Path) -> tuple[str, dict[tuple[str, ...], Cou
 
     They are those of the GPU on which most calls were profiled, so that a step and the one before are of the same.
     """
+    gpu, rows = _rows(op, results)
+    return gpu, _by_call(rows)
+
+
+def origin(op: str, results: Path, pass_: str) -> str:
+    """The GPU and the commits of an operation's counters, as a caption says them; empty without counters."""
+    rows = [row for row in _rows(op, results)[1] if row["pass"] == pass_]
+    commits = dict.fromkeys(str(row["commit"])[:12] for row in rows if row.get("commit"))
+    return ", ".join(filter(None, (rows[0]["gpu"] if rows else "", commits and f"commit {' and '.join(commits)}")))
+
+
+def _rows(op: str, results: Path) -> tuple[str, list[dict[str, Any]]]:
     own = counters.file_beside(results)
     found = [("", own)] + [("other", path) for path in sorted(own.parent.glob(f"*{counters.SUFFIX}")) if path != own]
-    best: tuple[str, dict[tuple[str, ...], Counters]] = ("", {})
+    best: tuple[str, list[dict[str, Any]]] = ("", [])
     for name, path in found:
         rows = [row for row in counters.read(path) if row["op"] == op]
         if len(rows) > len(best[1]):
-            best = name and rows[0]["gpu"], _by_call(rows)
+            best = name and rows[0]["gpu"], rows
     return best
 
 
