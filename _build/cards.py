@@ -1,7 +1,8 @@
 """Refuse a page of ``docs/climb`` whose cards are not whole.
 
 Every card, a heading of the second level with the name of a rung, has the same lines in the same order, at most 25 of
-them. Its counters are there, those of a timed backward pass too, or the line says why they are not.
+them. Its counters are there, those of a timed backward pass too, or the line says why they are not. A verdict far off
+its prediction says why.
 
     python _build/cards.py            every page
     python _build/cards.py FILE…      these pages alone
@@ -28,6 +29,10 @@ NONE = re.compile(r"^none committed yet: \w.{8,}")
 #: A time of the backward pass; beside it stand that pass's counters, or the reason for having none.
 TIMED_BACKWARD = re.compile(r"\bbackward \d")
 OF_BACKWARD = re.compile(r" Backward: (?:[^:]*\d.* · .*\d|none committed yet: \w.{8,})")
+#: A verdict that is off by a factor, and what follows it.
+OFF = re.compile(r"^(\d+(?:\.\d+)?) × (?:slower|faster) than predicted\.\s*(.*)$")
+#: A prediction off by more needs a sentence that says why.
+FAR = 5.0
 
 
 def faults(text: str) -> Iterator[tuple[int, str, str]]:
@@ -49,6 +54,9 @@ def faults(text: str) -> Iterator[tuple[int, str, str]]:
         for match in found:
             if not match[2]:
                 yield start + 1, name, f"{match[1]} is empty"
+        off = OFF.match(found[LINES.index("Verdict")][2])
+        if off and float(off[1]) > FAR and (not off[2] or off[2].startswith("Why is open")):
+            yield start + 1, name, f"is {off[1]} × off its prediction and does not say why; `verdict` in predictions.toml"
         counters = found[LINES.index("Counters")][2]
         if not COUNTERS.search(counters) and not NONE.match(counters):
             yield start + 1, name, "has no counters and does not say why: `none committed yet: …`"

@@ -11,7 +11,9 @@
   ``docs/climb/`` give it.
 - ``{{ ceiling copy }}`` and ``{{ ceiling tensor }}`` become the highest rates that a copy, and a product in bfloat16,
   reached. ``{{ least copy N [N…] }}`` becomes the time that as many bytes as the numbers' product take at that rate, and
-  ``{{ least tensor N [N…] }}`` that of as many operations.
+  ``{{ least tensor N [N…] }}`` that of as many operations. ``{{ part tensor N OP RUNG ... }}`` becomes that time's share of a
+  row's time.
+- ``{{ machine OP RUNG ... }}`` becomes the GPU and the commit of a row, and those of its operation's counters.
 - ``{{ predict us OP RUNG "SHAPE" [DTYPE] [PASS] by="FORMULA" }}`` becomes the answer to a prediction: the formula, its
   value, and the row. ``predict ratio …`` and ``predict counter …`` take what these markers take. It stands in a fold
   ``<details class="question predict" markdown="1">``, whose summary is the question.
@@ -32,6 +34,7 @@ import html
 import math
 import re
 import shlex
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +53,7 @@ from kernel_ladder.inspection import failures  # isort: skip
 #: What stands for a time that no committed row has.
 UNMEASURED = "*not yet in the committed rows*"
 DIRECTIVE = re.compile(
-    r"\{\{ *(source|us\??|peak\??|host\??|compile\??|share\??|ratio|counter\??|ceiling|least|table|figure|predict) ([^}]*?) *\}\}"
+    r"\{\{ *(source|us\??|peak\??|host\??|compile\??|share\??|ratio|counter\??|ceiling|least|part|machine|table|figure|predict) ([^}]*?) *\}\}"
 )
 FIGURE = re.compile(r'<svg data-figure="(\w+)"></svg>')
 PICTURE = re.compile(r"\]\((?:\.\./)+bench/results/pictures/([\w.-]+\.svg)\)")
@@ -135,7 +138,7 @@ def _python(text: str, name: str) -> str | None:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef) and node.name == name:
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            return "\n".join(lines[first - 1 : node.end_lineno])
+            return textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
     return None
 
 
@@ -223,6 +226,18 @@ def _a_second(name: str) -> float:
 def least(name: str, *factors: str) -> str:
     """The time at a measured ceiling of as many bytes or operations as the numbers' product."""
     return microseconds(1e6 * math.prod(map(float, factors)) / _a_second(name))
+
+
+def part(name: str, number: str, *call: str) -> str:
+    """The time at a measured ceiling of as many bytes or operations, as a share of a row's time."""
+    row = _row(*call)
+    return _measured(f"{100 * 1e6 * float(number) / _a_second(name) / row['us']:.2g} %", row)
+
+
+def machine(*call: str) -> str:
+    """The GPU and the commit of a row, and those of its operation's counters, as text: a phone shows no tooltip."""
+    row = _row(*call)
+    return f"{_where(row)}; counters: {climb_counters.origin(row['op'], ROWS, row['pass'])}"
 
 
 def predict(kind: str, *arguments: str) -> str:
@@ -315,5 +330,7 @@ MADE: dict[str, Callable[..., str]] = {
     "ratio": ratio,
     "ceiling": ceiling,
     "least": least,
+    "part": part,
+    "machine": machine,
     "predict": predict,
 }

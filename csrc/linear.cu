@@ -1,7 +1,7 @@
 // linear, rung 1 of 5: naive
 // Idea      Bias and activation are applied to the sum in its register.
 // Predicts  No second kernel: 2 · M · N elements less to read and write.
-// Limit now That of matmul's `coalesced`: every operand element comes from the L1 or the L2.
+// Limit now The weight lies along K: a warp's load of it touches 32 rows, a sector each, as in matmul's `naive`.
 // Next      `registers`: the same epilogue in matmul's `registers`.
 //
 // Also the host code that linear's rungs share. matmul/linear.cuh lists the other rungs.

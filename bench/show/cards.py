@@ -42,7 +42,7 @@ def write(op: str, path: Path, found: Sequence[Row]) -> str:
         before = ""
         for rung in ladder(op, level):
             name = f"{level}.{rung}"
-            parts.append(_card(op, name, before, described, mine, profiled))
+            parts.append(_card(op, name, before, described, mine, profiled, found))
             before = name
     return "\n\n".join(parts)
 
@@ -54,6 +54,7 @@ def _card(
     described: Mapping[str, Head],
     mine: Sequence[Row],
     profiled: Source,
+    found: Sequence[Row],
 ) -> str:
     note = predictions.notes().get(op, {}).get(name, {})
     head = described.get(name.partition(".")[2])
@@ -62,7 +63,7 @@ def _card(
     step = next((old for new, old in with_step_before(in_order([*forward.values()])) if new is row), None)
     if row is None or row.us is None:  # before it in the ladder, as far as that was timed
         step = forward.get(before) if before else None
-    prediction = predictions.predict(note, forward, step)
+    prediction = predictions.predict(note, forward, step, found)
     said = dict(zip(LINES, ("",) * len(LINES), strict=True))
     said["Idea"] = _sentence(head.idea if head else "")
     said["Diff"] = _diff(head, described.get(before.partition(".")[2]))

@@ -23,7 +23,7 @@ BESIDE = {"torch": "torch.naive", "compile": "compile.formula", "xla": "xla.jit"
 
 def write(op: str, path: Path, found: Sequence[Row]) -> str:
     """Markdown tables of an operation, one a pass at that pass's headline shape; with counters where there are any."""
-    gpu, profiled = climb_counters.of_operation(op, path)
+    profiled = climb_counters.of_operation(op, path)[1]
     parts = []
     for pass_ in PASSES:
         mine = [row for row in found if row.op == op and row.pass_ == pass_]
@@ -33,7 +33,7 @@ def write(op: str, path: Path, found: Sequence[Row]) -> str:
         steps = in_order([row for row in mine if (row.shape, row.dtype) == standing])
         parts.append(f"{op} {pass_}, {standing[0]}, {standing[1]}, {steps[0].gpu}:\n\n{_times(steps)}")
         if any(climb_counters.of(row, profiled) for row in steps):
-            parts.append(_counters(steps, profiled, gpu))
+            parts.append(_counters(steps, profiled, climb_counters.origin(op, path, pass_)))
     return "\n\n".join(parts)
 
 
@@ -117,7 +117,7 @@ def _text(ratio: Estimate) -> str:
     return f"{value} ({low} – {high})" if low and low != high else value
 
 
-def _counters(steps: Sequence[Row], profiled: Mapping[tuple[str, ...], Counters], gpu: str) -> str:
+def _counters(steps: Sequence[Row], profiled: Mapping[tuple[str, ...], Counters], origin: str) -> str:
     lines = []
     for row, before in with_step_before(steps):
         if mine := climb_counters.of(row, profiled):
@@ -128,5 +128,6 @@ def _counters(steps: Sequence[Row], profiled: Mapping[tuple[str, ...], Counters]
     header = ["counters", *(heading for heading, _, _ in climb_counters.COLUMNS)]
     lines = [[line[i] for i in used] for line in lines]
     table = markdown.grid([header[i] for i in used], lines, [i > 0 for i in used])
-    where = f" The counters are those of {gpu}." if gpu else ""
-    return f"{table}\n\nBold: moved by more than a tenth from the step before.{where}"
+    commits = " and ".join(dict.fromkeys(row.commit[:12] for row in steps if row.commit))
+    timed = f"; times: {steps[0].gpu}, commit {commits}" if commits else ""
+    return f"{table}\n\nBold: moved by more than a tenth from the step before. Counters: {origin}{timed}."

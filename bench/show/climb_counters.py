@@ -28,13 +28,25 @@ def of_operation(op: str, results: Path) -> tuple[str, dict[tuple[str, ...], Cou
 
     They are those of the GPU on which most calls were profiled, so that a step and the one before are of the same.
     """
+    gpu, rows = _rows(op, results)
+    return gpu, _by_call(rows)
+
+
+def origin(op: str, results: Path, pass_: str) -> str:
+    """The GPU and the commits of an operation's counters, as a caption says them; empty without counters."""
+    rows = [row for row in _rows(op, results)[1] if row["pass"] == pass_]
+    commits = dict.fromkeys(str(row["commit"])[:12] for row in rows if row.get("commit"))
+    return ", ".join(filter(None, (rows[0]["gpu"] if rows else "", commits and f"commit {' and '.join(commits)}")))
+
+
+def _rows(op: str, results: Path) -> tuple[str, list[dict[str, Any]]]:
     own = counters.file_beside(results)
     found = [("", own)] + [("other", path) for path in sorted(own.parent.glob(f"*{counters.SUFFIX}")) if path != own]
-    best: tuple[str, dict[tuple[str, ...], Counters]] = ("", {})
+    best: tuple[str, list[dict[str, Any]]] = ("", [])
     for name, path in found:
         rows = [row for row in counters.read(path) if row["op"] == op]
         if len(rows) > len(best[1]):
-            best = name and rows[0]["gpu"], _by_call(rows)
+            best = name and rows[0]["gpu"], rows
     return best
 
 
@@ -110,18 +122,44 @@ def changes(mine: Counters, before: Counters) -> list[str]:
     return found
 
 
+#: Counters that say what a kernel does, and which way is better. Fewer issue slots may be less work, or more waiting.
+BETTER = {"DRAM bytes / least": -1, "L2 bytes / least": -1, "tensor pipe": 1, "issue slots": 0, "occupancy": 1}
 #: What a kernel takes, not what it does: named as moved only where nothing else has.
 TAKEN = "registers"
 
 
-def most_moved(mine: Counters, before: Counters) -> str:
-    """The counter whose ratio to the step before is farthest from one; empty where none moved."""
-    found: list[tuple[bool, float, str]] = []
+def about(row: Row) -> str:
+    """The counter of the limit of a row's call: the tensor cores, or memory, by which its least time is longer."""
+    bytes_us = row.bytes / row.ceiling_gbs / 1e3 if row.bytes and row.ceiling_gbs else 0.0
+    flops_us = row.flops / row.ceiling_tflops / 1e6 if row.flops and row.ceiling_tflops else 0.0
+    return "tensor pipe" if flops_us > bytes_us else "DRAM bytes / least"
+
+
+def told(mine: Counters, before: Counters, limit: str = "", named: str = "") -> str:
+    """The counter that tells most of a step, ``name before → now``; empty where none moved.
+
+    In this order: `named`; `limit`, unless it got worse; of the others that moved, but did not get worse, the one whose
+    ratio is farthest from one; one that got worse, `limit` before all; and what the kernel takes.
+    """
+    found: list[tuple[int, float, str]] = []
     for name, value, form in COLUMNS:
         now, then = value(mine), value(before)
-        if name in SHOWN and isinstance(now, int | float) and now and then and moved(then, now, form):
-            text = f"{name} {form.format(then)} → {form.format(now)}"
-            found.append((name != TAKEN, max(now / then, then / now), text))
+        if (
+            name not in SHOWN
+            or not isinstance(now, int | float)
+            or then is None
+            or form.format(now) == form.format(then)
+        ):
+            continue
+        has_moved = moved(then, now, form)
+        if form.endswith(PER_CENT) and name in (limit, named):
+            has_moved = abs(now - then) >= POINTS
+        if not has_moved:
+            continue
+        worse = (now - then) * BETTER.get(name, 0) < 0
+        ranks = {named: 5, limit: 2 if worse else 4, TAKEN: 0}
+        ratio = max(now / then, then / now) if now and then else float("inf")
+        found.append((ranks.get(name, 1 if worse else 3), ratio, f"{name} {form.format(then)} → {form.format(now)}"))
     return max(found)[2] if found else ""
 
 

@@ -13,7 +13,7 @@ from bench.show.headline import headline
 from bench.show.table import microseconds
 from kernel_ladder.inspection.heads import ladder
 
-HEADER = ("operation", "rung", "forward", "× before", "counter that moved most")
+HEADER = ("operation", "rung", "forward", "× before", "counter that moved")
 
 
 def write(path: Path, found: Sequence[Row]) -> str:
@@ -52,22 +52,22 @@ def _cells(
     standing: tuple[str, str] | None,
     profiled: Mapping[tuple[str, ...], climb_counters.Counters],
 ) -> list[str]:
-    """Time, gain over the step before, and the counter that moved most."""
+    """Time, gain over the step before, and the counter that tells most of the step."""
     at_headline = {row.backend: row for row in mine if (row.shape, row.dtype) == standing and row.us is not None}
     elsewhere = name not in at_headline
-    call = (
-        cards.call_of(op, name, predictions.notes().get(op, {}).get(name, {}), mine, "forward")
-        if elsewhere
-        else at_headline
-    )
+    note = predictions.notes().get(op, {}).get(name, {})
+    call = cards.call_of(op, name, note, mine, "forward") if elsewhere else at_headline
     row = call.get(name)
     if row is None or row.us is None:
         return ["not timed: see its card" if any(each.backend == name for each in mine) else "no row yet", "", ""]
     steps = in_order([each for each in call.values() if each.level != "peer" and each.us is not None])
     gained = gains(steps)
     step = next(before for each, before in with_step_before(steps) if each is row)
-    moved = climb_counters.most_moved(
-        climb_counters.of(row, profiled), climb_counters.of(step, profiled) if step else {}
+    moved = climb_counters.told(
+        climb_counters.of(row, profiled),
+        climb_counters.of(step, profiled) if step else {},
+        climb_counters.about(row),
+        note.get("counter", ""),
     )
     where = row.shape if standing and row.dtype == standing[1] else f"{row.shape}, {row.dtype}"
     said = microseconds(row.us) + (f" ({where})" if elsewhere else "")

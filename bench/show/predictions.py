@@ -6,28 +6,30 @@ A table ``[OP."LEVEL.RUNG"]`` holds at most one formula, a number or a range of 
 - ``share``: the least bytes at this share of the copy rate
 - ``matrix``: the operations at this share of the measured matrix rate
 - ``over``: times as fast as the rung before
-- ``times``: times as long as the rung named by ``as``
+- ``times``: times as long as the rung named by ``as``, ``"OP RUNG"`` where it is of another operation. That one's call
+  has the same shape without this one's options, as ``4096x4096x4096 gelu`` without ``gelu``
 
 and beside it ``shape`` and ``dtype`` where the headline shape does not show the idea, ``why`` (the prediction's reason,
 in place of the head's `Predicts`), ``verdict`` (what the measurement taught), ``limit`` (in place of the head's `Limit
-now`) and ``try``.
+now`), ``try``, and ``counter``: the heading of the counter that tells most of the step, where that is not its limit's.
 """
 
 from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.rows.store import Row
+from bench.show.climb_counters import SHOWN
 from bench.show.table import microseconds
 
 FILE = Path(__file__).with_name("predictions.toml")
 FORMULAS = ("bytes", "share", "matrix", "over", "times")
-WORDS = ("shape", "dtype", "as", "why", "verdict", "limit", "try")
+WORDS = ("shape", "dtype", "as", "why", "verdict", "limit", "try", "counter")
 #: A measurement this near a prediction confirms it: of bytes or operations, and of a ratio between two rungs.
 NEAR = 0.1
 NEAR_RATIO = 0.03
@@ -81,6 +83,8 @@ def notes() -> dict[str, dict[str, dict[str, Any]]]:
                     raise PredictionError(f"{where}: {key} = {note[key]}; give a number above 0, or two that rise")
             if ("times" in note) != ("as" in note):
                 raise PredictionError(f"{where}: `times` and `as` stand together")
+            if note.get("counter", SHOWN[0]) not in SHOWN:
+                raise PredictionError(f"{where}: no counter {note['counter']!r}; known are {', '.join(SHOWN)}")
     return found
 
 
@@ -88,8 +92,13 @@ def bounds(value: Any) -> tuple[float, float]:
     return (value[0], value[1]) if isinstance(value, list) else (value, value)
 
 
-def predict(note: Mapping[str, Any], here: Mapping[str, Row], before: Row | None) -> Prediction | None:
-    """The prediction of a note among the rows of one call; None without a formula, or where rows that it needs lack."""
+def predict(
+    note: Mapping[str, Any], here: Mapping[str, Row], before: Row | None, found: Iterable[Row] = ()
+) -> Prediction | None:
+    """The prediction of a note among the rows of one call; None without a formula, or where rows that it needs lack.
+
+    `found` holds the rows of other operations.
+    """
     work = next(iter(here.values()), None)
     key = next((key for key in FORMULAS if key in note), None)
     if key is None or work is None:
@@ -101,9 +110,25 @@ def predict(note: Mapping[str, Any], here: Mapping[str, Row], before: Row | None
         "share": lambda: _of_bytes(work, 1 / high, 1 / low, "", f"{text} of "),
         "matrix": lambda: _of_matrix(work, low, high, text),
         "over": lambda: _of_row(before, 1 / high, 1 / low, "time of `{}` / " + text),
-        "times": lambda: _of_row(here.get(note.get("as", "")), low, high, f"{text} × time of `{{}}`"),
+        "times": lambda: _of_row(_other(note, here, work, found), low, high, f"{text} × time of {_owner(note)}`{{}}`"),
     }
     return made[key]()
+
+
+def _owner(note: Mapping[str, Any]) -> str:
+    op = note.get("as", "").rpartition(" ")[0]
+    return f"{op}'s " if op else ""
+
+
+def _other(note: Mapping[str, Any], here: Mapping[str, Row], work: Row, found: Iterable[Row]) -> Row | None:
+    """The row of the rung that `as` names: of this call, or of another operation's."""
+    op, _, rung = note["as"].rpartition(" ")
+    if not op:
+        return here.get(rung)
+    same = (op, rung, work.pass_, work.dtype, work.gpu)
+    shapes = (work.shape, work.shape.partition(" ")[0])
+    mine = [row for row in found if (row.op, row.backend, row.pass_, row.dtype, row.gpu) == same]
+    return next((row for shape in shapes for row in mine if row.shape == shape), None)
 
 
 def _of_bytes(work: Row, low: float, high: float, factor: str, share: str = "") -> Prediction | None:

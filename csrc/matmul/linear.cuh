@@ -1,7 +1,7 @@
 // linear, activation(input · weightᵀ + bias): the products of the climb, each with an epilogue.
 //
 //   rung       the one idea it adds                                        what limits it now
-//   naive      bias and activation on the sum, in its register             matmul's `coalesced`: loads from L1 and L2
+//   naive      bias and activation on the sum, in its register             loads of the weight touch 32 rows a warp
 //   registers  the epilogue of matmul's `registers`, float32               the rate of the float32 units
 //   mma        the epilogue of matmul's `mma`                              mma.sync; the epilogue itself, under nothing
 //   persistent the epilogue of matmul's `persistent`, half under products  what of it the other half does not hide

@@ -85,7 +85,7 @@ EXERCISES = (
         op="gelu",
         rung="triton.fused",
         difficulty="easy",
-        teaches="a formula of nine operators in one kernel: one read, one write",
+        teaches="one kernel in place of the ten of torch_ref/gelu.py: one read, one write",
         formula="gelu(x) = 0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))",
         hints=(
             "With u = √(2/π) · (x + 0.044715 · x³), the factor 0.5 · (1 + tanh(u)) is sigmoid(2u).",

@@ -50,6 +50,17 @@ def test_a_formula_becomes_a_time(note, said):
     assert str(predictions.predict(note, HERE, NAIVE)) == said
 
 
+def test_a_prediction_may_be_of_another_operations_time():
+    note = {"times": 1.5, "as": "matmul cuda.mma"}
+    product = _row("cuda.mma", 100.0, op="matmul", shape="16384x4096")
+    others = [_row("cuda.mma", 1.0, op="matmul", shape="16384x4096", dtype="float32"), product]
+    found = predictions.predict(note, HERE, NAIVE, others)
+    assert str(found) == "1.5 × time of matmul's `cuda.mma` (100 µs) → **150 µs**"
+    assert predictions.predict(note, HERE, NAIVE, others[:1]) is None, "another dtype"
+    same = _row("cuda.mma", 50.0, op="matmul", shape=SHAPE)
+    assert predictions.predict(note, HERE, NAIVE, [product, same]).low == 75.0, "the call itself before its plain shape"
+
+
 def test_without_what_a_formula_needs_there_is_no_prediction():
     assert predictions.predict({}, HERE, NAIVE) is None
     assert predictions.predict({"bytes": 1}, {}, None) is None
@@ -84,6 +95,7 @@ def test_ratios_are_held_more_closely():
         ("bytes = [2, 1]", r"bytes = \[2, 1\]; give a number above 0, or two that rise"),
         ("share = 0", "share = 0; give a number above 0"),
         ("times = 2", "`times` and `as` stand together"),
+        ('counter = "speed"', "no counter 'speed'; known are DRAM bytes / least, "),
     ],
 )
 def test_a_wrong_table_is_refused_by_name(text, said, tmp_path, monkeypatch):
@@ -95,10 +107,12 @@ def test_a_wrong_table_is_refused_by_name(text, said, tmp_path, monkeypatch):
 
 def test_every_prediction_is_of_a_rung():
     for op, rungs in predictions.notes().items():
-        for rung in rungs:
-            level, _, name = rung.partition(".")
-            assert op in kernel_ladder.OPS
-            assert name in ladder(op, level), f'[{op}."{rung}"] names no rung'
+        for rung, note in rungs.items():
+            of, _, base = note.get("as", "").rpartition(" ")
+            for there, each in ((op, rung), *([(of or op, base)] if base else [])):
+                level, _, name = each.partition(".")
+                assert there in kernel_ladder.OPS
+                assert name in ladder(there, level), f'[{op}."{rung}"] names {each} of {there}, which is no rung'
 
 
 def test_cards_show_counters_before_and_after_and_pass_the_check(tmp_path):
@@ -180,6 +194,16 @@ CARD = "## cuda.naive\n\n" + "\n".join(f"- **{line}**: text" for line in cards.L
 )
 def test_a_page_that_is_not_whole_is_refused(text, said):
     assert any(said in fault for _, _, fault in check.faults(text))
+
+
+@pytest.mark.parametrize("verdict", ["8.42 × slower than predicted.", "12 × faster than predicted. Why is open: none."])
+def test_a_verdict_far_off_says_why(verdict):
+    reason = "**Counters**: none committed yet: the profiler has not been run on this rung."
+    page = CARD.replace("**Counters**: text", reason).replace("**Verdict**: text", f"**Verdict**: {verdict}")
+    ((_, _, said),) = check.faults(page)
+    assert said == f"is {verdict.split()[0]} × off its prediction and does not say why; `verdict` in predictions.toml"
+    assert not list(check.faults(page.replace("predicted.", "predicted. Bytes.").replace("Why is open: none.", "")))
+    assert not list(check.faults(page.replace("8.42 ×", "4.9 ×").replace("12 ×", "5.0 ×")))
 
 
 def test_a_reason_stands_for_counters():

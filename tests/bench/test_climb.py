@@ -35,7 +35,8 @@ def _row(backend: str, us: float | None, pass_: str = "forward", **fields) -> Ro
         }
         base |= {"gbs": LEAST / us / 1e3, "tflops": LEAST / us / 1e6, "ceiling_gbs": 4000.0, "ceiling_tflops": 700.0}
         base |= {"speedup": 80 / us, "speedup_low": 79.2 / us, "speedup_high": 80.8 / us}
-    return Row(**{**base, "pass_": pass_, "gpu": "GPU 1", "when": "2026-01-01T00:00:00+00:00", **fields})
+    base |= {"commit": "012345c0ffee6789", "pass_": pass_, "gpu": "GPU 1", "when": "2026-01-01T00:00:00+00:00"}
+    return Row(**{**base, **fields})
 
 
 ROWS = [
@@ -55,7 +56,8 @@ ROWS = [
 
 def _counters(backend: str, **values) -> dict:
     key = {"op": "gelu", "backend": backend, "pass": "forward", "dtype": "bfloat16", "shape": SHAPE}
-    return {**key, "gpu": "GPU 1", "counters": {"least_bytes": LEAST, **values}, "kernels": []}
+    commit = "c0ffee0123456789"
+    return {**key, "gpu": "GPU 1", "commit": commit, "counters": {"least_bytes": LEAST, **values}, "kernels": []}
 
 
 PROFILED = [
@@ -140,6 +142,7 @@ def test_counters_that_moved(page):
         "| `cuda.naive` | 1.25 | 20 % | 32 | long_sb |",
         "| `cuda.vectorized` | 1.26 | **60 %** | 32 | **wait** |",
     ]
+    assert "from the step before. Counters: GPU 1, commit c0ffee012345; times: GPU 1, commit 012345c0ffee." in text
     assert main([*argv, "--check"]) == 0
 
 
@@ -205,14 +208,43 @@ def test_what_did_not_move(then, now):
 def test_a_per_cent_more_of_almost_nothing_has_not_moved():
     assert not climb_counters.moved(1, 2, "{:.0f} %")
     assert climb_counters.moved(1, 2, "{:.0f}")
-    assert climb_counters.most_moved({"issue_pct": 2, "registers": 40}, {"issue_pct": 1, "registers": 32}) == (
+    assert climb_counters.told({"issue_pct": 2, "registers": 40}, {"issue_pct": 1, "registers": 32}) == (
         "registers 32 → 40"
     )
 
 
 def test_what_a_kernel_does_is_named_before_what_it_takes():
     mine, before = {"occupancy_pct": 71, "registers": 40}, {"occupancy_pct": 47, "registers": 80}
-    assert climb_counters.most_moved(mine, before) == "occupancy 47 % → 71 %"
+    assert climb_counters.told(mine, before) == "occupancy 47 % → 71 %"
+
+
+SPECIALIZED = {"tensor_pipe_pct": 91, "occupancy_pct": 14, "issue_pct": 13, "l2_bytes": 90, "least_bytes": 10}
+WGMMA = {"tensor_pipe_pct": 76, "occupancy_pct": 25, "issue_pct": 18, "l2_bytes": 170, "least_bytes": 10}
+
+
+@pytest.mark.parametrize(
+    ("limit", "named", "said"),
+    [
+        ("tensor pipe", "", "tensor pipe 76 % → 91 %"),
+        ("tensor pipe", "issue slots", "issue slots 18 % → 13 %"),
+        ("", "", "L2 bytes / least 17.00 → 9.00"),
+        ("occupancy", "", "L2 bytes / least 17.00 → 9.00"),  # occupancy got worse, others did not
+    ],
+)
+def test_the_counter_of_the_limit_tells_of_a_step_unless_it_got_worse(limit, named, said):
+    assert climb_counters.told(SPECIALIZED, WGMMA, limit, named) == said
+
+
+def test_a_counter_that_got_worse_is_named_where_no_other_moved():
+    assert climb_counters.told({"occupancy_pct": 14}, {"occupancy_pct": 25}) == "occupancy 25 % → 14 %"
+    assert climb_counters.told({"tensor_pipe_pct": 77}, {"tensor_pipe_pct": 72}) == "", "no tenth"
+    assert climb_counters.told({"tensor_pipe_pct": 77}, {"tensor_pipe_pct": 72}, "tensor pipe").endswith("72 % → 77 %")
+    assert climb_counters.told({"tensor_pipe_pct": 58}, {"tensor_pipe_pct": 0}, "tensor pipe").endswith("0 % → 58 %")
+
+
+def test_the_limit_is_what_takes_longer():
+    assert climb_counters.about(_row("cuda.naive", 320.0)) == "DRAM bytes / least"
+    assert climb_counters.about(_row("cuda.naive", 320.0, flops=1000 * LEAST)) == "tensor pipe"
 
 
 def test_what_moved_unseen_is_not_bold(monkeypatch):

@@ -116,6 +116,17 @@ def test_exercises_are_in_their_page():
         assert f"| {each.op} `{each.rung}` |" in page
 
 
+def test_lessons_are_read_in_one_order():
+    lessons = sorted((ROOT / "docs" / "lessons").glob("[1-8]-*.md"))
+    listed = re.findall(r"- lessons/([1-8]-\w+\.md)", (ROOT / "mkdocs.yml").read_text())
+    tabled = re.findall(r"\]\(([1-8]-\w+\.md)\)", (ROOT / "docs" / "lessons" / "index.md").read_text())
+    assert listed == tabled == [page.name for page in lessons]
+    for page, after in zip(lessons, [*(f"({each.name})" for each in lessons[1:]), "(../exercises.md)"], strict=True):
+        last = page.read_text().rstrip().splitlines()[-1]
+        assert last.startswith("Next: ")
+        assert after in last, page
+
+
 def test_a_term_in_italics_is_in_the_glossary():
     text = (ROOT / "docs" / "glossary.md").read_text().lower()
     terms = {part for bold in re.findall(r"\*\*(.+?)\*\*", text) for part in re.split(r"[,()] *| and ", bold)}

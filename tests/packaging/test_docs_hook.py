@@ -105,6 +105,21 @@ def test_every_prediction_of_a_lesson_is_a_fold_that_the_script_finds():
         assert len(folds) == text.count("{{ predict ")
 
 
+def test_a_part_of_a_time_and_a_machine_are_those_of_the_row(hook):
+    call = 'attention torch.naive "B4 H16 S4096 D128 causal"'
+    row = hook._row("attention", "torch.naive", "B4 H16 S4096 D128 causal")
+    spent = 1e6 * 275e9 / (hook.best_ceiling("ceiling.tensor", "tflops", "bfloat16") * 1e12)
+    written = hook.on_page_markdown(f"{{{{ part tensor 275e9 {call} }}}}", PAGE)
+    assert f">{100 * spent / row['us']:.2g} %<" in written
+    said = hook.on_page_markdown(f"{{{{ machine {call} }}}}", PAGE)
+    assert said.startswith(f"{row['gpu']}, commit {row['commit'][:12]}; counters: ")
+
+
+def test_a_function_inside_another_stands_at_the_margin(hook):
+    written = hook.on_page_markdown("{{ source torch_ref/attention.py scores_of }}", PAGE)
+    assert written.splitlines()[1].startswith("def scores_of(")
+
+
 @pytest.mark.parametrize(
     "marker",
     [
