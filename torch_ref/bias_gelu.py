@@ -21,7 +21,9 @@ def naive(input: torch.Tensor, bias: torch.Tensor, *, approximate: str = "none")
 
 
 def builtin(input: torch.Tensor, bias: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
-    """PyTorch's own functions: two kernels, because PyTorch has no fused one."""
+    """PyTorch's own functions: two kernels, because PyTorch has no fused one. float16 has no room for every sum."""
+    if input.dtype is torch.float16:
+        return F.gelu(input.float() + bias, approximate=approximate).to(input.dtype)
     return F.gelu(input + bias, approximate=approximate)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from kernel_ladder.semantics.cross_entropy import check_labels, check_options, class_dim, rows_of
-from kernel_ladder.semantics.norms import computation_dtype
+from kernel_ladder.semantics.norms import computation_dtype, on_cpu_in_16_bits
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 
@@ -61,8 +61,8 @@ def builtin(
     """PyTorch's two kernels, and its logsumexp for the z-loss. On a GPU a label that is no class stops the process."""
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     wide = computation_dtype(input.dtype)
-    if label_smoothing and input.dtype is torch.float16:
-        # PyTorch adds up a row's log-probabilities in the input's dtype, which float16 has no room for.
+    if on_cpu_in_16_bits(input) or (label_smoothing and input.dtype is torch.float16):
+        # PyTorch adds up smoothed rows in the input's dtype, on a CPU exponentials and losses too. float16 has no room.
         return builtin(input.to(wide), target, **options, z_loss=z_loss).to(input.dtype)
     loss = F.cross_entropy(input, target, **options)
     if not z_loss:

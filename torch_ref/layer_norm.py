@@ -11,9 +11,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kernel_ladder.semantics.norms import check_normalized, computation_dtype
+from kernel_ladder.semantics.norms import check_normalized, computation_dtype, on_cpu_in_16_bits
 from kernel_ladder.spec import Case, ErrorCase, Spec, converted, mixed
 from kernel_ladder.table import register, register_spec
+from kernel_ladder.tracing import wants_gradient
 from torch_ref.norm_samples import cases, sweep
 
 
@@ -45,8 +46,11 @@ def builtin(
     normalized_shape: tuple[int, ...],
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """PyTorch's fused kernel; of float32 parameters beside 16 bits, which it takes on a CPU alone, in float32."""
-    if mixed(input, weight, bias):
+    """PyTorch's fused kernel. It runs in float32 where parameters are float32 beside 16 bits, which a GPU refuses.
+
+    So do gradients of 16 bits on a CPU, where PyTorch adds up those of the parameters in 16 bits: 512 for 4096 ones.
+    """
+    if mixed(input, weight, bias) or (on_cpu_in_16_bits(input) and wants_gradient(input, weight, bias)):
         wide = converted((input, weight, bias), torch.float32)
         return F.layer_norm(wide[0], normalized_shape, wide[1], wide[2], float(eps)).to(input.dtype)
     return F.layer_norm(input, normalized_shape, weight, bias, float(eps))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kernel_ladder.semantics.norms import computation_dtype
+from kernel_ladder.semantics.norms import computation_dtype, on_cpu_in_16_bits
 from kernel_ladder.semantics.reduction import Dim, reduced_dims, sum_shape
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
@@ -20,8 +20,9 @@ def naive(input: torch.Tensor, *, dim: Dim = None, keepdim: bool = False) -> tor
 
 
 def builtin(input: torch.Tensor, *, dim: Dim = None, keepdim: bool = False) -> torch.Tensor:
-    """PyTorch's own kernel, which converts while it reads."""
-    return torch.sum(input, dim, keepdim)
+    """PyTorch's own kernel, which converts while it reads. On a CPU it would keep partial sums of 16 bits."""
+    wide = torch.float32 if on_cpu_in_16_bits(input) else None
+    return torch.sum(input, dim, keepdim, dtype=wide).to(input.dtype)
 
 
 def unluckiest(input: torch.Tensor, *, dim: Dim = None, keepdim: bool = False) -> torch.Tensor:

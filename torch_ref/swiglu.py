@@ -21,7 +21,9 @@ def naive(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def builtin(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own functions: two kernels, because PyTorch has no fused one."""
+    """PyTorch's own functions: two kernels, because PyTorch has no fused one. float16 has no room for every product."""
+    if gate.dtype is torch.float16:
+        return (F.silu(gate.float()) * up).to(gate.dtype)
     return F.silu(gate) * up
 
 

@@ -72,6 +72,11 @@ def computation_dtype(dtype: torch.dtype) -> torch.dtype:
     return _COMPUTATION.get(dtype) or torch.promote_types(dtype, torch.float32)
 
 
+def on_cpu_in_16_bits(input: torch.Tensor) -> bool:
+    """Whether PyTorch computes on a CPU in 16 bits, where some of its kernels keep sums in them."""
+    return input.device.type == "cpu" and input.dtype in (torch.float16, torch.bfloat16)
+
+
 _EPS = {dtype: torch.finfo(computation_dtype(dtype)).eps for dtype in DTYPES}
 
 

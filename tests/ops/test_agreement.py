@@ -238,12 +238,6 @@ KNOWN_ON_CPU = [
         passes=("backward",),
     ),
     Departure(
-        *("layer_norm", "torch.builtin", ("many-rows", "transposed-middle")),
-        "PyTorch's CPU kernel adds up weight gradients in 16 bits, in as many sums as the CPU's vectors have lanes",
-        (torch.float16, torch.bfloat16),
-        ("backward",),
-    ),
-    Departure(
         *("layer_norm", "compile.default", ("offset-long",)),
         "Inductor's running mean of a long row rounds at every step",
         SINGLE_AND_DOUBLE,

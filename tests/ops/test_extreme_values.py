@@ -271,14 +271,6 @@ KNOWN = [
     Departure("bias_gelu", ("torch.builtin",), ("tanh",), (torch.bfloat16,), _TANH),
     Departure("linear", ("torch.builtin",), ("gelu_tanh",), (torch.bfloat16,), _TANH),
     Departure(
-        *("bias_gelu", ("torch.builtin",), ("none-past", "tanh-past"), (torch.float16,)),
-        "PyTorch's sum of input and bias is rounded, to −∞, of which GELU is NaN",
-    ),
-    Departure(
-        *("swiglu", ("torch.builtin",), ("spread",), (torch.float16,)),
-        "the gradient of PyTorch's silu(gate) is rounded, to infinity, before a slope of zero meets it",
-    ),
-    Departure(
         *("attention_varlen", ("xla.jit",), ("large-scores",), (torch.float16,)),
         "the gradient of scores is rounded to float16, as FlashAttention's: times a scale of 1e-4 it is subnormal",
     ),
