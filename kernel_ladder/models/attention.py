@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kernel_ladder import ops
+from kernel_ladder.models import dropping
 from kernel_ladder.models.masks import CausalWindow, build_mask
 from kernel_ladder.semantics.masks import NO_WINDOW
 
@@ -59,46 +60,33 @@ def attention_forward(
 
     The mask alone says which keys are seen: a :class:`CausalWindow` is a window, and None is causal as in transformers'
     own call of PyTorch's attention. The keyword ``sliding_window`` that some models pass beside a mask is not read.
-    ``s_aux`` are attention sinks, ``(H,)``. With dropout of attention weights, in training, PyTorch's function does the
-    work, with its own generator.
+    ``s_aux`` are attention sinks, ``(H,)``. :mod:`kernel_ladder.models.dropping` does the calls that drop weights.
 
     Raises:
-        ValueError: an argument that changes scores in another way, or sinks with dropout.
+        ValueError: an argument that changes scores in another way.
     """
     for name in ("softcap", "position_bias"):
         if more.get(name) is not None:
             raise ValueError(f"attn_implementation={NAME!r}: argument `{name}` must be None; use 'eager' or 'sdpa'")
-    if dropout and s_aux is not None:
-        raise ValueError(
-            f"attn_implementation={NAME!r}: argument `dropout` must be 0 with attention sinks `s_aux`, got {dropout}; "
-            "use 'eager'"
-        )
     window, sinks = NO_WINDOW, s_aux
     if sinks is not None and sinks.dtype not in (torch.float32, query.dtype):
         sinks = sinks.float()
-    if isinstance(attention_mask, CausalWindow) and not dropout:
+    if isinstance(attention_mask, CausalWindow):
         if attention_mask.size < query.shape[2]:
             window = (attention_mask.size - 1, 0)
         attention_mask, is_causal = None, True
-    elif isinstance(attention_mask, CausalWindow):
-        attention_mask = attention_mask.tensor()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = query.shape[2] > 1 and attention_mask is None and causal
     if causal and key.shape[2] > query.shape[2]:  # the first tokens of a static cache, whose other places are empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    shared = query.shape[1] != key.shape[1]
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         attention_mask = attention_mask.to(query.dtype)
+    options: dict[str, Any] = {
+        "is_causal": causal, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1], "window_size": window,
+        "sinks": sinks, "backend": getattr(module, BACKEND, None),
+    }  # fmt: skip
     if dropout:
-        if shared and attention_mask is not None:  # PyTorch's fused kernels take grouped heads or a mask, not both
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-            shared = False
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=shared
-        )
+        output = dropping.attention(query, key, value, attention_mask, dropout, **options)
     else:
-        output = ops.attention(
-            query, key, value, attention_mask, is_causal=causal, scale=scaling, enable_gqa=shared,
-            window_size=window, sinks=sinks, backend=getattr(module, BACKEND, None),
-        )  # fmt: skip
+        output = ops.attention(query, key, value, attention_mask, **options)
     return output.transpose(1, 2).contiguous(), None

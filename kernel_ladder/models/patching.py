@@ -10,7 +10,7 @@ import torch
 
 from kernel_ladder import table
 from kernel_ladder.errors import BackendError, UnavailableError
-from kernel_ladder.models import attention, loss, rotary
+from kernel_ladder.models import attention, dropping, loss, rotary
 from kernel_ladder.models.kinds import KINDS, Patched, of_class, subclass
 from kernel_ladder.models.report import Entry, Report
 from kernel_ladder.nn.backend import check_backend
@@ -275,9 +275,10 @@ def _patch_attention(model: Any, backend: str, found: Report, undo: dict[str, An
         kind = type(module).__name__
         rotated = _patch_rotation(name, module, rotates[type(module)], backend, found, undo)
         if reason is None:
+            by = _by(module, backend)
             module.__dict__[attention.BACKEND] = backend
             undo["modules"].append((module, {attention.BACKEND: None}))
-            found.replaced.append(Entry(name, kind, f"{_by(module)}; rope" if rotated else _by(module)))
+            found.replaced.append(Entry(name, kind, f"{by}; rope" if rotated else by))
             continue
         found.left.append(Entry(name, kind, reason))
         if rotated:
@@ -307,10 +308,11 @@ def _patch_rotation(
     return reason is None
 
 
-def _by(module: Any) -> str:
+def _by(module: Any, backend: str) -> str:
+    """What the report says of an attention module that is replaced."""
     for name in ("attention_dropout", "attn_dropout", "dropout"):
         p = getattr(module, name, 0.0)
         p = getattr(p, "p", p)
         if isinstance(p, float) and p > 0:
-            return f"attention; in training PyTorch's, which drops weights with probability {p}"
+            return f"attention; in training {dropping.by(p, backend)}"
     return "attention"

@@ -162,7 +162,7 @@ def test_attention_by_name(monkeypatch):
 
 
 def test_sinks_reach_attention(monkeypatch):
-    """gpt-oss's logits of each head go to attention as its sinks; with dropped weights they are refused by name."""
+    """gpt-oss's logits of each head go to attention as its sinks."""
     model = families.make("gpt_oss")
     models.patch(model, backend="torch", report=False)
     seen, attention = [], kl.ops.attention
@@ -176,23 +176,6 @@ def test_sinks_reach_attention(monkeypatch):
     for sinks in (torch.zeros(1), torch.zeros(1, dtype=torch.float16)):
         output, _ = models.attention.attention_forward(model, *x, None, s_aux=sinks)
         torch.testing.assert_close(output[0, :, 0, 0], weights)  # of values that are 1, beside a sink of 0
-    with pytest.raises(ValueError, match="argument `dropout` must be 0 with attention sinks"):
-        models.attention.attention_forward(model, *x, None, dropout=0.5, s_aux=torch.zeros(1))
-
-
-def test_dropped_weights_in_training_are_pytorchs():
-    model = families.make("gpt2")
-    report = models.patch(model, backend="torch", report=False)
-    (entry,) = [e for e in report.replaced if e.kind == "GPT2Attention"]
-    assert "in training PyTorch's, which drops weights with probability 0.1" in entry.why
-    model.train()
-    torch.manual_seed(0)
-    loss = model(**families.inputs("gpt2")).loss
-    loss.backward()
-    plain = copy.deepcopy(model)
-    models.unpatch(plain)
-    torch.manual_seed(0)
-    torch.testing.assert_close(plain(**families.inputs("gpt2")).loss, loss)
 
 
 def test_16_bits_and_float32_norms():
