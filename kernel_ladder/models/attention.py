@@ -54,6 +54,7 @@ def attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: ``(B, H, S, D)`` tensors to ``(B, S_q, H, D_v)``, and None for the weights.
@@ -62,12 +63,13 @@ def attention_forward(
     own call of PyTorch's attention. The keyword ``sliding_window`` that some models pass beside a mask is not read.
     ``s_aux`` are attention sinks, ``(H,)``. :mod:`kernel_ladder.models.dropping` does the calls that drop weights.
 
+    ``position_bias`` (T5), which broadcasts to ``(B, H, S_q, S_k)``, is added to the scores and has its gradient.
+
     Raises:
         ValueError: an argument that changes scores in another way.
     """
-    for name in ("softcap", "position_bias"):
-        if more.get(name) is not None:
-            raise ValueError(f"attn_implementation={NAME!r}: argument `{name}` must be None; use 'eager' or 'sdpa'")
+    if more.get("softcap") is not None:
+        raise ValueError(f"attn_implementation={NAME!r}: argument `softcap` must be None; use 'eager'")
     window, sinks = NO_WINDOW, s_aux
     if sinks is not None and sinks.dtype not in (torch.float32, query.dtype):
         sinks = sinks.float()
@@ -79,6 +81,12 @@ def attention_forward(
     causal = query.shape[2] > 1 and attention_mask is None and causal
     if causal and key.shape[2] > query.shape[2]:  # the first tokens of a static cache, whose other places are empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    if position_bias is not None:
+        bias = position_bias[..., : key.shape[2]].contiguous()  # T5's is a view whose heads are dense
+        if attention_mask is None or attention_mask.dtype == torch.bool:
+            attention_mask = dropping.both(bias, attention_mask)
+        else:
+            attention_mask = bias + attention_mask
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         attention_mask = attention_mask.to(query.dtype)
     options: dict[str, Any] = {
@@ -86,6 +94,7 @@ def attention_forward(
         "sinks": sinks, "backend": getattr(module, BACKEND, None),
     }  # fmt: skip
     if dropout:
+        options["learned_mask"] = position_bias is not None
         output = dropping.attention(query, key, value, attention_mask, dropout, **options)
     else:
         output = ops.attention(query, key, value, attention_mask, **options)

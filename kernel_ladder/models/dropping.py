@@ -36,6 +36,7 @@ def attention(
     enable_gqa: bool,
     window_size: tuple[int, int] = NO_WINDOW,
     sinks: torch.Tensor | None = None,
+    learned_mask: bool = False,
     backend: str | None,
 ) -> torch.Tensor:
     """Attention as :func:`kernel_ladder.attention`, with ``dropout_p`` above 0 and a seed of its own in every call.
@@ -43,11 +44,13 @@ def attention(
     A rung gets a seed from PyTorch's CPU generator, so ``torch.manual_seed`` and activation checkpoints repeat it.
     PyTorch's function draws from its own generator. It does the calls that no such rung takes, those that torch.compile
     traces, since a seed cannot be drawn in a graph, those of DTensors, and those that drop every weight.
+    `learned_mask`: the mask wants a gradient in training, also where none is recorded now.
     """
     options: dict[str, Any] = {
         "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "window_size": window_size,
     }  # fmt: skip
-    rung = _rung_of(query, key, value, mask, {**options, "dropout_p": dropout_p}, sinks is not None, backend)
+    dropping = {**options, "dropout_p": dropout_p, "seed": 0, "return_lse": sinks is not None}
+    rung = _rung_of(query, key, value, mask, dropping, learned_mask, backend)
     if rung is None:
         return _pytorchs(query, key, value, mask, dropout_p, sinks=sinks, **options)
     options |= {"sinks": sinks, "seed": draw_seed(), "backend": rung}
@@ -87,22 +90,22 @@ def _rung_of(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     options: dict[str, Any],
-    return_lse: bool,
+    learned_mask: bool,
     backend: str | None,
 ) -> str | None:
     """The rung that drops this call's weights, or None for PyTorch's function.
 
     It does not depend on the grad mode: a checkpoint runs a block without gradients first, then with them, and
-    PyTorch's function draws another mask than a rung. So all floating operands count as if they wanted a gradient.
+    PyTorch's function draws another mask than a rung. So operands count as if they wanted a gradient.
     """
     inputs = (query, key, value) if mask is None else (query, key, value, mask)
     if is_compiling() or options["dropout_p"] >= 1 or any(map(is_sharded, inputs)):
         return None
     if autocast.applies_to(inputs):
         inputs = autocast.converted("attention", inputs)
-    options = {**options, "return_lse": return_lse, "seed": 0}
     with torch.enable_grad():
-        wanting = tuple([x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs])
+        learned = len(inputs) if learned_mask else 3
+        wanting = *(x.detach().requires_grad_() for x in inputs[:learned]), *inputs[learned:]
         try:
             rung = selection.resolve("attention", backend, wanting, options)
         except UnsupportedError:
@@ -149,8 +152,8 @@ def _pytorchs(
     )
 
 
-def both(mask: torch.Tensor | None, seen: torch.Tensor) -> torch.Tensor:
-    """A mask, boolean, added to scores or None, that also hides what `seen` does not have."""
-    if mask is None:
-        return seen
+def both(mask: torch.Tensor | None, seen: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask, boolean, added to scores or None, that also hides what a boolean one hides."""
+    if mask is None or seen is None:
+        return seen if mask is None else mask
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)

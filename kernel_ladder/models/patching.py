@@ -173,7 +173,7 @@ def _patch_module(name: str, module: torch.nn.Module, backend: str, found: Repor
             reason = why
         elif not kind.PROBED or (why := _differs(kind, module)) is None:
             _become(module, _class_of(kind, type(module)), backend, undo)
-            found.replaced.append(Entry(name, shown, kind.BY))
+            found.replaced.append(Entry(name, shown, kind.by(module, backend)))
             return
         else:
             reason = why

@@ -117,6 +117,26 @@ def test_a_formula_leaves_dropped_weights_to_pytorch(level, calls):
     assert not calls
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_encoder_of_torch_nn_drops_weights_in_training(level, calls):
+    """Beside padding, whose mask PyTorch makes one of numbers that are added to scores."""
+    skip_unless_available("attention", level)
+    dtype = torch.bfloat16 if level == "cuda" else torch.float32
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 48, 0.1, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).to(DEVICE, dtype)
+    report = models.patch(model, backend=level, report=False)
+    (entry,) = [e for e in report.replaced if e.kind == "MultiheadAttention"]
+    assert f"in training it drops weights with probability 0.1 by {level}.flash" in entry.why
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2], device=DEVICE)
+    x = torch.randn(2, 5, 32, device=DEVICE, dtype=dtype)
+    model(x, src_key_padding_mask=padding).float().square().sum().backward()
+    ((p, seed, backend),) = calls
+    assert (p, backend) == (0.1, f"{level}.flash")
+    assert seed is not None
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 def operands(kv_heads: int = 4) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(2, heads, 5, 8, generator=generator) for heads in (4, kv_heads, kv_heads)]
@@ -168,11 +188,12 @@ def test_the_mask_is_dropouts(level, sinks, monkeypatch):
 def test_the_choice_does_not_depend_on_the_grad_mode():
     """A checkpoint runs a block without gradients first. A rung that refuses the mask's gradient must not run there."""
     query, key, value = operands()
-    options = {"is_causal": False, "scale": None, "enable_gqa": False, "dropout_p": 0.5}
+    options = {"is_causal": False, "scale": None, "enable_gqa": False, "dropout_p": 0.5, "seed": 0}
     bias = MASKS["added"].expand(1, 4, 5, 5)
     for enabled in (False, True):
         with torch.set_grad_enabled(enabled):
-            assert dropping._rung_of(query, key, value, bias, options, False, "triton") is None
+            assert dropping._rung_of(query, key, value, bias, options, True, "triton") is None
+            assert dropping._rung_of(query, key, value, bias, options, False, "triton") == "triton.flash"
             assert dropping._rung_of(query, key, value, None, options, False, "triton") == "triton.flash"
             assert dropping._rung_of(query, key, value, None, options, False, "torch") is None
             assert dropping._rung_of(query, key, value, None, options, False, "torch.naive") == "torch.naive"
