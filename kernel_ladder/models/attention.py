@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ def unsupported(config: Any) -> str | None:
     """Why attention of a model with this configuration cannot be replaced, or None."""
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return f"caps scores at {config.attn_logit_softcapping} by tanh, which no rung does"
+    if getattr(config, "output_attentions", False):
+        return "returns its weights, as config.output_attentions asks"
     return None
 
 
@@ -63,6 +66,7 @@ def attention_forward(
     own call of PyTorch's attention. The keyword ``sliding_window`` that some models pass beside a mask is not read.
     ``s_aux`` are attention sinks, ``(H,)``. :mod:`kernel_ladder.models.dropping` does the calls that drop weights.
 
+    ``output_attentions`` warns, as transformers' own call of PyTorch's attention does.
     ``position_bias`` (T5), which broadcasts to ``(B, H, S_q, S_k)``, is added to the scores and has its gradient.
 
     Raises:
@@ -70,6 +74,12 @@ def attention_forward(
     """
     if more.get("softcap") is not None:
         raise ValueError(f"attn_implementation={NAME!r}: argument `softcap` must be None; use 'eager'")
+    if more.get("output_attentions") and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"attn_implementation={NAME!r}: `output_attentions=True` returns no attention weights, which are never in "
+            "memory; call model.set_attn_implementation('eager') for them",
+            stacklevel=2,
+        )
     window, sinks = NO_WINDOW, s_aux
     if sinks is not None and sinks.dtype not in (torch.float32, query.dtype):
         sinks = sinks.float()

@@ -161,6 +161,23 @@ def test_attention_by_name(monkeypatch):
         models.attention.attention_forward(model, *[torch.ones(1, 1, 2, 4)] * 3, None, softcap=3.0)
 
 
+def test_attention_weights_are_not_left_out_in_silence():
+    """A call that asks for them warns; a model whose configuration does keeps its own attention."""
+    model, given = families.make("llama"), families.inputs("llama")
+    model.set_attn_implementation("eager")
+    models.patch(model, backend="torch", report=False)
+    with torch.no_grad(), pytest.warns(UserWarning, match="`output_attentions=True` returns no attention weights"):
+        assert not model(**given, output_attentions=True).attentions
+    models.unpatch(model)
+    with torch.no_grad():
+        (wanted,) = model(**given, output_attentions=True).attentions
+        model.config.output_attentions = True
+        report = models.patch(model, backend="torch", report=False)
+        (found,) = model(**given).attentions
+    assert "returns its weights, as config.output_attentions asks" in {e.why for e in report.left}
+    torch.testing.assert_close(found, wanted)
+
+
 def test_sinks_reach_attention(monkeypatch):
     """gpt-oss's logits of each head go to attention as its sinks."""
     model = families.make("gpt_oss")
