@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -47,6 +48,14 @@ def unsupported(config: Any) -> str | None:
     return None
 
 
+def _collects_weights() -> bool:
+    """Whether transformers gathers attention weights, also of models that do not pass ``output_attentions`` on."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    asked: dict[str, Any] = (None if collector is None else collector.get()) or {}
+    return not asked.keys().isdisjoint(("attentions", "cross_attentions"))
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -74,7 +83,7 @@ def attention_forward(
     """
     if more.get("softcap") is not None:
         raise ValueError(f"attn_implementation={NAME!r}: argument `softcap` must be None; use 'eager'")
-    if more.get("output_attentions") and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and (more.get("output_attentions") or _collects_weights()):
         warnings.warn(
             f"attn_implementation={NAME!r}: `output_attentions=True` returns no attention weights, which are never in "
             "memory; call model.set_attn_implementation('eager') for them",
