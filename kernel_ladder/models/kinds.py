@@ -312,8 +312,26 @@ class Attention(Patched):
         )
 
 
+class CrossEntropyLoss(Patched):
+    """PyTorch's own does the calls with probabilities of classes in place of labels."""
+
+    OPS, BY, PROBED = ("cross_entropy",), "cross_entropy of labels", False
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        return type(module) is torch.nn.CrossEntropyLoss and module.weight is None
+
+    def forward(self: Any, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if target.dtype != torch.int64:
+            return super().forward(input, target)  # type: ignore[misc]
+        return ops.cross_entropy(
+            input, target, ignore_index=self.ignore_index, reduction=self.reduction,
+            label_smoothing=self.label_smoothing, backend=self._backend,
+        )  # fmt: skip
+
+
 #: The kinds in the order in which a module is tried: blocks before their parts.
 KINDS: tuple[type[Patched], ...] = (
     GatedMLP, JoinedGatedMLP, GeluMLP, GeluTanhMLP, GeluIntermediate, GeluTanhIntermediate, Attention, LayerNorm,
-    TorchRMSNorm, RMSNorm, UnitOffsetRMSNorm, T5LayerNorm, Gelu, GeluTanh, Linear, Conv1D,
+    TorchRMSNorm, RMSNorm, UnitOffsetRMSNorm, T5LayerNorm, Gelu, GeluTanh, Linear, Conv1D, CrossEntropyLoss,
 )  # fmt: skip
