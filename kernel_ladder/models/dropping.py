@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.compiler import is_compiling
 
-from kernel_ladder import autocast, ops, selection, table
+from kernel_ladder import autocast, gpu, ops, selection, table
 from kernel_ladder.errors import UnsupportedError
 from kernel_ladder.nn.dropout import draw_seed
 from kernel_ladder.ops.calls import is_sharded
@@ -42,8 +42,9 @@ def attention(
     """Attention as :func:`kernel_ladder.attention`, with ``dropout_p`` above 0 and a seed of its own in every call.
 
     A rung gets a seed from PyTorch's CPU generator, so ``torch.manual_seed`` and activation checkpoints repeat it.
-    PyTorch's function draws from its own generator. It does the calls that no such rung takes, those that torch.compile
-    traces, since a seed cannot be drawn in a graph, those of DTensors, and those that drop every weight.
+    PyTorch's function draws from its own generator. It does the calls that no such rung takes, those of DTensors, and
+    those that drop every weight. It also does those that torch.compile traces or a CUDA graph captures: a graph would
+    hold one seed for all of its runs.
     `learned_mask`: the mask wants a gradient in training, also where none is recorded now.
     """
     options: dict[str, Any] = {
@@ -60,6 +61,8 @@ def attention(
 def rungs(backend: str) -> list[str]:
     """The rungs by which attention may drop weights under a backend's name."""
     named = table.asked_for("attention", backend)
+    if named == "auto" and not gpu.count():
+        return []  # on a CPU it is PyTorch's function
     levels = FUSED if named == "auto" else (named.partition(".")[0],)
     climbs = [climb for level in levels for reason, climb in [table.at_level("attention", level)] if reason is None]
     found = [name for climb in climbs for name, rung in climb.items() if _drops(rung)]
@@ -74,7 +77,7 @@ def by(p: float, backend: str) -> str:
     found = rungs(backend)
     if not found:
         return f"PyTorch's, which {drops}"
-    return f"it {drops} by {' or '.join(found)}; PyTorch's does where none takes the call, or torch.compile traces it"
+    return f"it {drops} by {' or '.join(found)}; PyTorch's does where none takes the call, and in graphs"
 
 
 def _drops(rung: table.Variant) -> bool:
@@ -99,7 +102,7 @@ def _rung_of(
     PyTorch's function draws another mask than a rung. So operands count as if they wanted a gradient.
     """
     inputs = (query, key, value) if mask is None else (query, key, value, mask)
-    if is_compiling() or options["dropout_p"] >= 1 or any(map(is_sharded, inputs)):
+    if is_compiling() or gpu.capturing() or options["dropout_p"] >= 1 or any(map(is_sharded, inputs)):
         return None
     if autocast.applies_to(inputs):
         inputs = autocast.converted("attention", inputs)

@@ -21,6 +21,7 @@ families = pytest.importorskip("tests.models.families")
 pytestmark = pytest.mark.xdist_group("transformers")  # its import takes seconds in each process
 
 LEVELS = ("triton", "cuda")
+OPTIONS = {"is_causal": False, "scale": None, "enable_gqa": False, "dropout_p": 0.5, "seed": 0}
 SINKS = torch.tensor([0.5, -1.0, 0.0, 2.0])
 
 
@@ -187,21 +188,39 @@ def test_the_mask_is_dropouts(level, sinks, monkeypatch):
 
 def test_the_choice_does_not_depend_on_the_grad_mode():
     """A checkpoint runs a block without gradients first. A rung that refuses the mask's gradient must not run there."""
-    query, key, value = operands()
-    options = {"is_causal": False, "scale": None, "enable_gqa": False, "dropout_p": 0.5, "seed": 0}
-    bias = MASKS["added"].expand(1, 4, 5, 5)
+    skip_unless_available("attention", "triton")
+    query, key, value = (x.to(DEVICE) for x in operands())
+    bias = MASKS["added"].to(DEVICE).expand(1, 4, 5, 5)
     for enabled in (False, True):
         with torch.set_grad_enabled(enabled):
-            assert dropping._rung_of(query, key, value, bias, options, True, "triton") is None
-            assert dropping._rung_of(query, key, value, bias, options, False, "triton") == "triton.flash"
-            assert dropping._rung_of(query, key, value, None, options, False, "triton") == "triton.flash"
-            assert dropping._rung_of(query, key, value, None, options, False, "torch") is None
-            assert dropping._rung_of(query, key, value, None, options, False, "torch.naive") == "torch.naive"
-            assert dropping._rung_of(query, key, value, None, {**options, "dropout_p": 1.0}, False, "triton") is None
+            assert dropping._rung_of(query, key, value, bias, OPTIONS, True, "triton") is None
+            assert dropping._rung_of(query, key, value, bias, OPTIONS, False, "triton") == "triton.flash"
+            assert dropping._rung_of(query, key, value, None, OPTIONS, False, "triton") == "triton.flash"
+            assert dropping._rung_of(query, key, value, None, OPTIONS, False, "torch") is None
+            assert dropping._rung_of(query, key, value, None, OPTIONS, False, "torch.naive") == "torch.naive"
+            assert dropping._rung_of(query, key, value, None, {**OPTIONS, "dropout_p": 1.0}, False, "triton") is None
+
+
+def test_what_is_reported(monkeypatch):
+    """On a CPU "auto" is PyTorch's function. A rung by its own name is that rung or none."""
+    monkeypatch.setattr(dropping.gpu, "count", lambda: 0)
+    assert dropping.by(0.1, "auto") == "PyTorch's, which drops weights with probability 0.1"
+    assert dropping.rungs("torch.naive") == ["torch.naive"]
+    assert dropping.rungs("triton.naive") == []
+
+
+def test_a_captured_step_drops_weights_by_pytorch(monkeypatch):
+    """A CUDA graph would repeat one seed in all of its runs."""
+    skip_unless_available("attention", "triton")
+    given = *(x.to(DEVICE) for x in operands()), None, OPTIONS, False, "triton"
+    assert dropping._rung_of(*given) == "triton.flash"
+    monkeypatch.setattr(dropping.gpu, "capturing", lambda: True)
+    assert dropping._rung_of(*given) is None
 
 
 def test_a_compiled_step_drops_weights_by_pytorch():
     """A seed cannot be drawn in a graph."""
+    skip_unless_available("attention", "triton")
     torch._dynamo.reset()
     model = training("gpt2")
     models.patch(model, backend="triton", report=False)
