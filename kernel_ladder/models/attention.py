@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 import torch
 
 from kernel_ladder import ops
+from kernel_ladder.models import dropping
 from kernel_ladder.models.masks import CausalWindow, build_mask
 from kernel_ladder.semantics.masks import NO_WINDOW
 
@@ -40,7 +43,17 @@ def unsupported(config: Any) -> str | None:
     """Why attention of a model with this configuration cannot be replaced, or None."""
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return f"caps scores at {config.attn_logit_softcapping} by tanh, which no rung does"
+    if getattr(config, "output_attentions", False):
+        return "returns its weights, as config.output_attentions asks"
     return None
+
+
+def _collects_weights() -> bool:
+    """Whether transformers gathers attention weights, also of models that do not pass ``output_attentions`` on."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    asked: dict[str, Any] = (None if collector is None else collector.get()) or {}
+    return not asked.keys().isdisjoint(("attentions", "cross_attentions"))
 
 
 def attention_forward(
@@ -53,52 +66,55 @@ def attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: ``(B, H, S, D)`` tensors to ``(B, S_q, H, D_v)``, and None for the weights.
 
     The mask alone says which keys are seen: a :class:`CausalWindow` is a window, and None is causal as in transformers'
     own call of PyTorch's attention. The keyword ``sliding_window`` that some models pass beside a mask is not read.
-    ``s_aux`` are attention sinks, ``(H,)``. With dropout of attention weights, in training, PyTorch's function does the
-    work, with its own generator.
+    ``s_aux`` are attention sinks, ``(H,)``. :mod:`kernel_ladder.models.dropping` does the calls that drop weights.
+
+    ``output_attentions`` warns, as transformers' own call of PyTorch's attention does.
+    ``position_bias`` (T5), which broadcasts to ``(B, H, S_q, S_k)``, is added to the scores and has its gradient.
 
     Raises:
-        ValueError: an argument that changes scores in another way, or sinks with dropout.
+        ValueError: an argument that changes scores in another way.
     """
-    for name in ("softcap", "position_bias"):
-        if more.get(name) is not None:
-            raise ValueError(f"attn_implementation={NAME!r}: argument `{name}` must be None; use 'eager' or 'sdpa'")
-    if dropout and s_aux is not None:
-        raise ValueError(
-            f"attn_implementation={NAME!r}: argument `dropout` must be 0 with attention sinks `s_aux`, got {dropout}; "
-            "use 'eager'"
+    if more.get("softcap") is not None:
+        raise ValueError(f"attn_implementation={NAME!r}: argument `softcap` must be None; use 'eager'")
+    if not torch.compiler.is_compiling() and (more.get("output_attentions") or _collects_weights()):
+        warnings.warn(
+            f"attn_implementation={NAME!r}: `output_attentions=True` returns no attention weights, which are never in "
+            "memory; call model.set_attn_implementation('eager') for them",
+            stacklevel=2,
         )
     window, sinks = NO_WINDOW, s_aux
     if sinks is not None and sinks.dtype not in (torch.float32, query.dtype):
         sinks = sinks.float()
-    if isinstance(attention_mask, CausalWindow) and not dropout:
+    if isinstance(attention_mask, CausalWindow):
         if attention_mask.size < query.shape[2]:
             window = (attention_mask.size - 1, 0)
         attention_mask, is_causal = None, True
-    elif isinstance(attention_mask, CausalWindow):
-        attention_mask = attention_mask.tensor()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = query.shape[2] > 1 and attention_mask is None and causal
     if causal and key.shape[2] > query.shape[2]:  # the first tokens of a static cache, whose other places are empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    shared = query.shape[1] != key.shape[1]
+    if position_bias is not None:
+        bias = position_bias[..., : key.shape[2]].contiguous()  # T5's is a view whose heads are dense
+        if attention_mask is None or attention_mask.dtype == torch.bool:
+            attention_mask = dropping.both(bias, attention_mask)
+        else:
+            attention_mask = bias + attention_mask
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         attention_mask = attention_mask.to(query.dtype)
+    options: dict[str, Any] = {
+        "is_causal": causal, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1], "window_size": window,
+        "sinks": sinks, "backend": getattr(module, BACKEND, None),
+    }  # fmt: skip
     if dropout:
-        if shared and attention_mask is not None:  # PyTorch's fused kernels take grouped heads or a mask, not both
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-            shared = False
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=shared
-        )
+        options["learned_mask"] = position_bias is not None
+        output = dropping.attention(query, key, value, attention_mask, dropout, **options)
     else:
-        output = ops.attention(
-            query, key, value, attention_mask, is_causal=causal, scale=scaling, enable_gqa=shared,
-            window_size=window, sinks=sinks, backend=getattr(module, BACKEND, None),
-        )  # fmt: skip
+        output = ops.attention(query, key, value, attention_mask, **options)
     return output.transpose(1, 2).contiguous(), None

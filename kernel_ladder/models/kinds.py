@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from kernel_ladder import ops
+from kernel_ladder.models import dropping
 from kernel_ladder.nn.attention import MultiheadAttention
 
 
@@ -31,6 +32,11 @@ class Patched:
     def takes(cls, module: Any) -> bool:
         """Whether a module has the parts of this kind."""
         raise NotImplementedError
+
+    @classmethod
+    def by(cls, module: Any, backend: str) -> str:
+        """What the report says of a module."""
+        return cls.BY
 
     @staticmethod
     def probe(module: Any) -> tuple[Any, ...]:
@@ -109,6 +115,26 @@ class RMSNorm(Patched):
         w = self.weight
         y = ops.rms_norm(hidden_states, tuple(w.shape), w, _eps_of(self), backend=self._backend)
         return y if y.dtype == w.dtype else y.to(torch.promote_types(y.dtype, w.dtype))
+
+
+class T5LayerNorm(RMSNorm):
+    """T5's norm, which subtracts no mean: a 16-bit weight gives the result its dtype, a float32 weight float32."""
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        named = of_class(module, "LayerNorm") and not isinstance(module, torch.nn.LayerNorm)
+        weight = getattr(module, "weight", None)
+        return (
+            named and isinstance(weight, torch.Tensor) and not hasattr(module, "bias") and _eps_of(module) is not None
+        )
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        x, w = hidden_states, self.weight
+        dtype = w.dtype if torch.finfo(w.dtype).bits == 16 else torch.promote_types(x.dtype, w.dtype)
+        if x.dtype != w.dtype:  # the model keeps some products in float32
+            wide = torch.promote_types(torch.promote_types(x.dtype, w.dtype), torch.float32)
+            x, w = x.to(wide), w.to(wide)
+        return ops.rms_norm(x, tuple(w.shape), w, _eps_of(self), backend=self._backend).to(dtype)
 
 
 class UnitOffsetRMSNorm(RMSNorm):
@@ -251,22 +277,33 @@ class Conv1D(Patched):
 
 
 class Attention(Patched):
-    """PyTorch's own does the calls that return weights, or drop them."""
+    """PyTorch's own does the calls that return weights."""
 
-    OPS, BY, PROBED = ("linear", "attention"), "linear and attention, unless weights are returned or dropped", False
+    OPS, BY, PROBED = ("linear", "attention"), "linear and attention, unless weights are returned", False
 
     @classmethod
     def takes(cls, module: Any) -> bool:
         plain = type(module) is torch.nn.MultiheadAttention
         return plain and module.bias_k is None and module.bias_v is None and not module.add_zero_attn
 
+    @classmethod
+    def by(cls, module: Any, backend: str) -> str:
+        return f"{cls.BY}; in training {dropping.by(module.dropout, backend)}" if module.dropout else cls.BY
+
     _project = MultiheadAttention._project
+
+    def _attend(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, is_causal: bool) -> Any:
+        if not self.training or not self.dropout:
+            return MultiheadAttention._attend(self, q, k, v, mask, is_causal)
+        return dropping.attention(
+            q, k, v, mask, self.dropout, is_causal=is_causal, scale=None, enable_gqa=False, backend=self._backend
+        )
 
     def forward(
         self: Any, query: Any, key: Any, value: Any, key_padding_mask: Any = None, need_weights: bool = True,
         attn_mask: Any = None, average_attn_weights: bool = True, is_causal: bool = False,
     ) -> Any:  # fmt: skip
-        if need_weights or (self.training and self.dropout):
+        if need_weights:
             return super().forward(  # type: ignore[misc]
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
@@ -275,8 +312,26 @@ class Attention(Patched):
         )
 
 
+class CrossEntropyLoss(Patched):
+    """PyTorch's own does the calls with probabilities of classes in place of labels."""
+
+    OPS, BY, PROBED = ("cross_entropy",), "cross_entropy of labels", False
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        return type(module) is torch.nn.CrossEntropyLoss and module.weight is None
+
+    def forward(self: Any, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if target.dtype != torch.int64:
+            return super().forward(input, target)  # type: ignore[misc]
+        return ops.cross_entropy(
+            input, target, ignore_index=self.ignore_index, reduction=self.reduction,
+            label_smoothing=self.label_smoothing, backend=self._backend,
+        )  # fmt: skip
+
+
 #: The kinds in the order in which a module is tried: blocks before their parts.
 KINDS: tuple[type[Patched], ...] = (
     GatedMLP, JoinedGatedMLP, GeluMLP, GeluTanhMLP, GeluIntermediate, GeluTanhIntermediate, Attention, LayerNorm,
-    TorchRMSNorm, RMSNorm, UnitOffsetRMSNorm, Gelu, GeluTanh, Linear, Conv1D,
+    TorchRMSNorm, RMSNorm, UnitOffsetRMSNorm, T5LayerNorm, Gelu, GeluTanh, Linear, Conv1D, CrossEntropyLoss,
 )  # fmt: skip

@@ -111,8 +111,10 @@ def why_not(model: Any) -> str | None:
         return "is computed by a function of the user's" if "_loss_function" in model.__dict__ else ""
     if not is_linear(head) or not isinstance(head, torch.nn.Linear) or head.bias is not None:
         return "the head is more than one product without bias"
-    if "forward" in model.__dict__ or model.base_model is model:
+    if "forward" in model.__dict__:
         return "the forward pass was set by other code"
+    if model.base_model is model:
+        return "no module of the model holds all of it but the head"
     return None if _is_one_product(model, head, Outputs) else ELSE
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kernel_ladder import table
 from kernel_ladder.errors import BackendError, UnavailableError
-from kernel_ladder.models import attention, loss, rotary
+from kernel_ladder.models import attention, dropping, kept, loss, rotary
 from kernel_ladder.models.kinds import KINDS, Patched, of_class, subclass
 from kernel_ladder.models.report import Entry, Report
 from kernel_ladder.nn.backend import check_backend
@@ -24,6 +24,9 @@ OWN_FORWARD = "has a forward pass of its own, set by other code"
 UNKNOWN = "a class that is not known here"
 #: Parts of class names: the report lists such modules even if they are left as they are.
 NOTABLE = ("Norm", "MLP", "Intermediate", "Attention", "GELU", "Linear", "Conv1D", "GELUTanh", "GELUActivation")
+
+#: Attributes of Hugging Face's attention modules that hold the probability to drop a weight, or a module with it.
+DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")
 
 
 def patch(model: torch.nn.Module, backend: str = "auto", report: bool = True, *, keep_logits: bool = False) -> Report:
@@ -67,6 +70,7 @@ def patch(model: torch.nn.Module, backend: str = "auto", report: bool = True, *,
     for name, module in model.named_modules():
         _patch_module(name, module, backend, found, undo)
     _patch_attention(model, backend, found, undo)
+    _report_kept(model, found)
     if not found.replaced:
         reasons = (
             "; ".join(dict.fromkeys(f"{e.kind}: {e.why}" for e in found.left)) or "it has no module of a known kind"
@@ -162,7 +166,8 @@ def _patch_module(name: str, module: torch.nn.Module, backend: str, found: Repor
         undo["modules"].append((module, {"activation_relu_or_gelu": module.activation_relu_or_gelu}))
         module.activation_relu_or_gelu = 0
     if not kinds:
-        if of_class(module, *NOTABLE) and any(True for _ in module.parameters(recurse=False)):
+        has_weights = any(True for _ in module.parameters(recurse=False))
+        if of_class(module, *NOTABLE) and has_weights and kept.why(module, None) is None:
             found.left.append(Entry(name, shown, UNKNOWN))
         return
     reason = ""
@@ -173,7 +178,7 @@ def _patch_module(name: str, module: torch.nn.Module, backend: str, found: Repor
             reason = why
         elif not kind.PROBED or (why := _differs(kind, module)) is None:
             _become(module, _class_of(kind, type(module)), backend, undo)
-            found.replaced.append(Entry(name, shown, kind.BY))
+            found.replaced.append(Entry(name, shown, kind.by(module, backend)))
             return
         else:
             reason = why
@@ -254,6 +259,22 @@ def _in_float32(module: torch.nn.Module) -> Iterator[None]:
             tensor.data = data
 
 
+# ---- what is left without a trial ----------------------------------------------------------------------------------
+
+
+def _report_kept(model: torch.nn.Module, found: Report) -> None:
+    """Add modules whose kind has kernels here, but that stay as they are."""
+    modules = dict(model.named_modules())
+    known = {entry.name for entry in found.left} | {entry.name for entry in found.replaced}
+    for name, module in modules.items():
+        parent, _, part = name.rpartition(".")
+        dropped_by_attention = part in DROPOUTS and attention.BACKEND in modules[parent].__dict__
+        if name in known or dropped_by_attention:
+            continue
+        if (why := kept.why(module, modules[parent] if name else None)) is not None:
+            found.left.append(Entry(name, type(module).__name__, why))
+
+
 # ---- attention of Hugging Face's models -----------------------------------------------------------------------------
 
 
@@ -275,9 +296,10 @@ def _patch_attention(model: Any, backend: str, found: Report, undo: dict[str, An
         kind = type(module).__name__
         rotated = _patch_rotation(name, module, rotates[type(module)], backend, found, undo)
         if reason is None:
+            by = _by(module, backend)
             module.__dict__[attention.BACKEND] = backend
             undo["modules"].append((module, {attention.BACKEND: None}))
-            found.replaced.append(Entry(name, kind, f"{_by(module)}; rope" if rotated else _by(module)))
+            found.replaced.append(Entry(name, kind, f"{by}; rope" if rotated else by))
             continue
         found.left.append(Entry(name, kind, reason))
         if rotated:
@@ -307,10 +329,11 @@ def _patch_rotation(
     return reason is None
 
 
-def _by(module: Any) -> str:
-    for name in ("attention_dropout", "attn_dropout", "dropout"):
+def _by(module: Any, backend: str) -> str:
+    """What the report says of an attention module that is replaced."""
+    for name in DROPOUTS:
         p = getattr(module, name, 0.0)
         p = getattr(p, "p", p)
         if isinstance(p, float) and p > 0:
-            return f"attention; in training PyTorch's, which drops weights with probability {p}"
+            return f"attention; in training {dropping.by(p, backend)}"
     return "attention"

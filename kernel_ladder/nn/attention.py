@@ -72,6 +72,9 @@ class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
             for x, w, bias in zip((query, key, value), weights, biases, strict=True)
         )
 
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, is_causal: bool) -> Any:
+        return ops.attention(q, k, v, mask, is_causal=is_causal, backend=self._backend)
+
     def forward(  # type: ignore[override]
         self,
         query: torch.Tensor,
@@ -108,7 +111,7 @@ class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
             for x in self._project(query, key, value)
         )  # fmt: skip
         mask = _mask(attn_mask, key_padding_mask, q, k)
-        output = ops.attention(q, k, v, mask, is_causal=is_causal and mask is None, backend=self._backend)
+        output = self._attend(q, k, v, mask, is_causal and mask is None)
         output = output.transpose(-2, -3).flatten(-2)
         output = ops.linear(output, self.out_proj.weight, self.out_proj.bias, backend=self._backend)
         return (output.transpose(0, 1) if swap else output), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import kernel_ladder as kl
 from kernel_ladder import models
 from kernel_ladder.errors import BackendError, UnavailableError
+from kernel_ladder.models import kept
 from kernel_ladder.models.kinds import KINDS, Patched
 
 from ..conftest import DEVICE, skip_unless_available
@@ -68,6 +70,7 @@ def test_family(family, level):
         "rotary embedding: computes cosines that do not hold each pair's angle twice",
         "loss: between hidden states and loss lies more than one product",
         "loss: the head is more than one product without bias",
+        *kept.REASONS,
     }
     for name, of_plain, found, wanted in zip(
         ("logits", "loss", "gradients"), results(plain, given), results(patched, given), exact, strict=True
@@ -162,8 +165,29 @@ def test_attention_by_name(monkeypatch):
         models.attention.attention_forward(model, *[torch.ones(1, 1, 2, 4)] * 3, None, softcap=3.0)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # GPT-2 does not pass output_attentions on
+def test_attention_weights_are_not_left_out_in_silence(family):
+    """A call that asks for them warns; a model whose configuration does keeps its own attention."""
+    model, given = families.make(family), families.inputs(family)
+    model.set_attn_implementation("eager")
+    models.patch(model, backend="torch", report=False)
+    with torch.no_grad(), pytest.warns(UserWarning, match="`output_attentions=True` returns no attention weights"):
+        assert not model(**given, output_attentions=True).attentions
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**given, output_hidden_states=True)
+    models.unpatch(model)
+    with torch.no_grad():
+        (wanted,) = model(**given, output_attentions=True).attentions
+        model.config.output_attentions = True
+        report = models.patch(model, backend="torch", report=False)
+        (found,) = model(**given).attentions
+    assert "returns its weights, as config.output_attentions asks" in {e.why for e in report.left}
+    torch.testing.assert_close(found, wanted)
+
+
 def test_sinks_reach_attention(monkeypatch):
-    """gpt-oss's logits of each head go to attention as its sinks; with dropped weights they are refused by name."""
+    """gpt-oss's logits of each head go to attention as its sinks."""
     model = families.make("gpt_oss")
     models.patch(model, backend="torch", report=False)
     seen, attention = [], kl.ops.attention
@@ -177,23 +201,6 @@ def test_sinks_reach_attention(monkeypatch):
     for sinks in (torch.zeros(1), torch.zeros(1, dtype=torch.float16)):
         output, _ = models.attention.attention_forward(model, *x, None, s_aux=sinks)
         torch.testing.assert_close(output[0, :, 0, 0], weights)  # of values that are 1, beside a sink of 0
-    with pytest.raises(ValueError, match="argument `dropout` must be 0 with attention sinks"):
-        models.attention.attention_forward(model, *x, None, dropout=0.5, s_aux=torch.zeros(1))
-
-
-def test_dropped_weights_in_training_are_pytorchs():
-    model = families.make("gpt2")
-    report = models.patch(model, backend="torch", report=False)
-    (entry,) = [e for e in report.replaced if e.kind == "GPT2Attention"]
-    assert "in training PyTorch's, which drops weights with probability 0.1" in entry.why
-    model.train()
-    torch.manual_seed(0)
-    loss = model(**families.inputs("gpt2")).loss
-    loss.backward()
-    plain = copy.deepcopy(model)
-    models.unpatch(plain)
-    torch.manual_seed(0)
-    torch.testing.assert_close(plain(**families.inputs("gpt2")).loss, loss)
 
 
 def test_16_bits_and_float32_norms():
@@ -332,6 +339,64 @@ def test_what_is_left_and_why():
     on_meta = torch.nn.Sequential(families.FAMILIES["llama"]().model.norm.to("meta"), torch.nn.Linear(4, 4))
     (entry,) = models.patch(on_meta, backend="torch", report=False).left
     assert "meta device" in entry.why
+
+
+def test_what_a_user_would_ask_about_is_listed(capsys):
+    """Kinds that stay as they are have a line each, with the reason; activations of replaced blocks have none."""
+
+    class Head(torch.nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    class MoeExperts(torch.nn.Module):
+        pass
+
+    parts = [
+        torch.nn.Dropout(0.1), torch.nn.Dropout(0.1), torch.nn.Dropout(0.0), torch.nn.Softmax(-1), torch.nn.SiLU(),
+        torch.nn.BatchNorm1d(4), torch.nn.GroupNorm(2, 4), torch.nn.CrossEntropyLoss(weight=torch.ones(3)), Head(),
+        MoeExperts(), torch.nn.ReLU(), torch.nn.Conv2d(1, 1, 1), families.make("llama").model.layers[0].mlp,
+    ]  # fmt: skip
+    models.patch(torch.nn.ModuleList(parts), backend="torch")
+    left = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  left")]
+    assert left == [
+        f"left        {count} × {kind}: {why}"
+        for count, kind, why in (
+            (2, "Dropout", kept.DROPOUT),
+            (1, "Softmax", kept.SOFTMAX),
+            (1, "SiLU", kept.SILU),
+            (1, "BatchNorm1d", kept.NORM),
+            (1, "GroupNorm", kept.NORM),
+            (1, "CrossEntropyLoss", kept.WEIGHTED_LOSS),
+            (1, "Head", kept.CALLS_ATTENTION),
+            (1, "MoeExperts", kept.EXPERTS),
+        )
+    ]
+
+
+@pytest.mark.parametrize(("family", "reasons"), [("bert", {kept.DROPOUT, kept.CALLS_LOSS}), ("llama", set())])
+def test_dropout_of_attention_is_not_listed_twice(family, reasons):
+    """It is said with the attention that does it; a model that computes its loss itself is listed."""
+    left = models.patch(families.make(family), backend="torch", report=False).left
+    assert {e.why for e in left} == reasons
+    assert not [e for e in left if e.name.endswith("attention.self.dropout")]
+
+
+@pytest.mark.parametrize("options", [{}, {"ignore_index": 2, "label_smoothing": 0.1, "reduction": "sum"}], ids=str)
+def test_a_loss_module(options, monkeypatch):
+    """Labels go to cross_entropy, probabilities of classes to PyTorch's."""
+    loss, logits = torch.nn.CrossEntropyLoss(**options), torch.linspace(-3, 3, 20).sin().view(4, 5)
+    targets = torch.tensor([0, 2, 4, 1]), logits.softmax(1)
+    if options:
+        targets = targets[:1]  # PyTorch's refuses probabilities beside an ignored label
+    wanted = [loss(logits, target) for target in targets]
+    report = models.patch(loss, backend="torch", report=False)
+    assert [e.why for e in report.replaced] == ["cross_entropy of labels"]
+    seen, cross_entropy = [], kl.ops.cross_entropy
+    monkeypatch.setattr(kl.ops, "cross_entropy", lambda *x, **o: seen.append(x[1]) or cross_entropy(*x, **o))
+    torch.testing.assert_close([loss(logits, target) for target in targets], wanted)
+    assert len(seen) == 1
+    models.unpatch(loss)
+    assert type(loss) is torch.nn.CrossEntropyLoss
 
 
 def test_a_hook_is_not_missed():
