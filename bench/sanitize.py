@@ -26,6 +26,8 @@ SECONDS = 600
 FOUND = 86
 #: Elements of a sample's arguments, and samples of a rung, at most.
 LARGEST, SAMPLES = 60_000, 12
+#: Bytes of a word, at whose multiples allocations end.
+WORD = 16
 
 
 def sanitizer() -> str | None:
@@ -79,7 +81,7 @@ def work(op: str, rung: str) -> int:
         if calls == SAMPLES or case.values != "normal" or not 0 < _elements(case) <= LARGEST:
             continue
         for dtype in (torch.bfloat16, torch.float32):
-            inputs = make_inputs(case, dtype, "cuda")
+            inputs = tuple(None if x is None else in_whole_words(x) for x in make_inputs(case, dtype, "cuda"))
             run = lambda *x, **o: autograd.run(variant, x, o)  # noqa: E731
             if variant.unsupported(*as_leaves(inputs), **case.options) is None:
                 evaluate(run, inputs, case.options, make_grad(spec, inputs, case.options))
@@ -92,6 +94,19 @@ def work(op: str, rung: str) -> int:
             break
     print(f"{calls} calls")
     return calls
+
+
+def in_whole_words(x: torch.Tensor) -> torch.Tensor:
+    """`x` in memory that ends at a multiple of 16 bytes, as that of PyTorch's allocator does.
+
+    Loads of rows that begin off 16 bytes read whole words of 16 bytes, of which at least one byte is a row's. Without
+    the allocator, the watched memory ends with the tensor, inside of such a word.
+    """
+    storage = x.untyped_storage()
+    memory = torch.zeros(-(-storage.nbytes() // WORD) * WORD, dtype=torch.uint8, device=x.device)
+    memory[: storage.nbytes()] = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
+    moved = torch.empty(0, dtype=x.dtype, device=x.device)
+    return moved.set_(memory.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 def _elements(case) -> int:

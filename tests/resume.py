@@ -1,7 +1,8 @@
 """``--resume FILE``: a run goes on where an earlier one was interrupted.
 
 FILE has the names of tests that passed or were skipped, one a line. They are left out, and what passes now is added. It
-knows nothing of changes of the code: delete it after one.
+knows nothing of changes of the code: delete it after one. What fails is told at once in a second file beside it, for
+pytest tells it at a run's end only.
 """
 
 from __future__ import annotations
@@ -32,22 +33,30 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item.nodeid not in passed]
 
 
+def failures_file(path: Path) -> Path:
+    """Where failures are told: ``passed-failures.txt`` beside ``passed.txt``."""
+    return path.with_name(f"{path.stem}-failures{path.suffix}")
+
+
 class Recorder:
-    """Adds the name of each test that passes or is skipped to the file."""
+    """Adds the name of each test that passes or is skipped to the file, and what is said of others to the second."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", buffering=1)
+        self._failures = failures_file(path).open("a", buffering=1)
         self._failed: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self._failed.add(report.nodeid)
+            self._failures.write(f"== {report.nodeid} ({report.when})\n{report.longreprtext}\n")
         if report.when == "teardown" and report.nodeid not in self._failed:
             self._file.write(f"{report.nodeid}\n")
 
     def pytest_unconfigure(self) -> None:
         self._file.close()
+        self._failures.close()
 
 
 def record(config: pytest.Config) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 import kernel_ladder
 from bench import sanitize
@@ -16,6 +17,15 @@ def test_choosing():
     assert (chosen.op, chosen.tool, chosen.seconds) == (["attention", "attention_varlen"], ["racecheck"], 9)
     everything = sanitize.parser().parse_args([])
     assert (everything.op, everything.tool) == (list(kernel_ladder.OPS), list(sanitize.TOOLS))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64], ids=str)
+def test_operands_end_with_a_word(dtype):
+    for x in (torch.arange(65 * 129).view(65, 129).to(dtype), torch.arange(70).to(dtype)[3:].view(67)[::2]):
+        moved = sanitize.in_whole_words(x)
+        assert torch.equal(moved, x)
+        assert (moved.stride(), moved.storage_offset()) == (x.stride(), x.storage_offset())
+        assert moved.untyped_storage().nbytes() % sanitize.WORD == 0
 
 
 @pytest.mark.parametrize(

@@ -298,4 +298,7 @@ def test_an_interrupted_run_goes_on(workers, tmp_path):
     assert "1 passed" in said[1]
     assert "3 deselected" in said[1] or workers
     assert len(passed.read_text().splitlines()) == 4
+    told = (tmp_path / "new" / "passed-failures.txt").read_text()
+    assert told.count("== test_some.py::test[2] (call)") == 1
+    assert "assert i != 2" in told
     assert "passed" not in said[2]
