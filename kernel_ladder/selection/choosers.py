@@ -228,7 +228,7 @@ class Chooser:
         if from_table is not None:
             return from_table
         if rule:
-            said = (self.rule.__doc__ or "").strip().partition("\\n")[0]
+            said = (self.rule.__doc__ or "").strip().partition("\n")[0]
             return Choice(rule, f"rule: {said}")
         return Choice((), "order")
 
