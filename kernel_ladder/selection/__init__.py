@@ -101,7 +101,7 @@ def check(op: str, backend: str | None) -> None:
     Raises:
         TypeError: `backend` is neither a str nor None. BackendError: no such backend. UnavailableError: not here.
     """
-    _candidates(op, asked_for(op, backend), False, source_of(backend))
+    _candidates(op, asked_for(op, backend), False, source_of(backend), tabled=False)
 
 
 def explain(op: str, backend: str | None, inputs: Inputs, options: Options) -> list[tuple[str, str | None]]:
@@ -185,6 +185,8 @@ def _candidates(
 
     `tabled`: tables and measurements count, not rules alone. torch.compile can't trace them.
     """
+    if tabled and not on_gpu and backend in ("auto", *LEVELS) and measured.enabled():
+        measured.warn_of_cpu()
     if backend == "auto":
         first = ORDERS[op] if on_gpu else ()
         # Rungs that the order leaves out come last: they alone take some inputs.

@@ -16,7 +16,7 @@ from kernel_ladder.spec import Inputs, Options
 Rule = Callable[[Inputs, Options], tuple[str, ...]]
 
 #: Files of this package that have no rules.
-WITHOUT_RULES = frozenset({"choosers", "features", "matmul_parts", "measured", "orders", "rules", "tables"})
+WITHOUT_RULES = frozenset({"choosers", "features", "kinds", "matmul_parts", "measured", "orders", "rules", "tables"})
 
 
 def _collected() -> dict[tuple[str, str], Rule]:
