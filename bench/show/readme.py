@@ -11,6 +11,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``roofline OP``, ``roofline``: the roofline of an operation, or of all
 - ``headlines``: PyTorch, the best rungs and the best peer of every operation, a line each
 - ``regret``: the time of what names chose over that of the best rung, by operation
+- ``table regret``: the same of each GPU's table of choices, with the calls that were held out of it
 - ``matmul model``: the error of the cost model by which matmul's CUDA rungs are chosen
 - ``claims``: the levels' best rungs against other libraries, over all calls
 - ``index``: every rung, what it brought, and the page about it
@@ -56,6 +57,7 @@ from bench.show import (
     predictions,
     regret,
     scaling,
+    table_regret,
     verdicts,
 )
 from bench.show.headline import headline
@@ -108,7 +110,7 @@ def renew(text: str, machines: Machines, folder: Path) -> str:
 def _block(name: str, machines: Machines, folder: Path) -> str:
     if name in scaling.BLOCKS:
         return scaling.write(name, machines) or f"{_EMPTY}: `{scaling.COMMAND}` writes them.*"
-    for page in (dynamic, patched, bridge):
+    for page in (dynamic, patched, bridge, table_regret):
         if name == page.BLOCK:
             return page.write(machines) or f"{_EMPTY}: `{page.COMMAND}` writes them.*"
     make, op = _maker(name, folder)
@@ -152,6 +154,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         dynamic.BLOCK,
         patched.BLOCK,
         bridge.BLOCK,
+        table_regret.BLOCK,
         *scaling.BLOCKS,
         *(f"'{word} OP'" for word in of_one),
         "OP",
