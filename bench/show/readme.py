@@ -18,6 +18,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``ladder OP``: the picture of an operation's ladder
 - ``fusion``, ``fusion picture``: of each chain what compilers and kernels by hand make, and the picture of all
 - ``compiler claims``: what is said of compilers, and whether the rows agree
+- ``when compilers help``: each compiler beside the formula and kernels by hand, at every call of a chain
 - ``memory``: attention's memory and time against the length
 - ``dynamic``: what a new length costs, by every way to compile a function
 - ``patched``: what a patch makes of whole models
@@ -50,6 +51,7 @@ from bench.show import (
     folders,
     fusion,
     headlines,
+    helps,
     log_index,
     markdown,
     matmul_model,
@@ -132,6 +134,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         "index": log_index.write,
         "fusion": fusion.write,
         verdicts.BLOCK: verdicts.write,
+        helps.BLOCK: helps.write,
         "fusion picture": lambda path, found: _fusion(path, found, folder),
         "memory": lambda path, found: _memory(path, found, folder),
         "roofline": lambda path, found: _roofline("", path, found, folder),
