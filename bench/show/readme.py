@@ -16,7 +16,8 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``claims``: the levels' best rungs against other libraries, over all calls
 - ``index``: every rung, what it brought, and the page about it
 - ``ladder OP``: the picture of an operation's ladder
-- ``fusion``, ``fusion picture``: of each chain what compilers and kernels by hand make, and the picture of all
+- ``fusion``, ``fusion picture``: of each chain what compilers and kernels by hand make, with its
+  picture, and the picture of all
 - ``compiler claims``: what is said of compilers, and whether the rows agree
 - ``when compilers help``: each compiler beside the formula and kernels by hand, at every call of a chain
 - ``memory``: attention's memory and time against the length
@@ -132,7 +133,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         "regret": regret.write,
         "matmul model": matmul_model.write,
         "index": log_index.write,
-        "fusion": fusion.write,
+        "fusion": lambda path, found: fusion.write(path, found, folder),
         verdicts.BLOCK: verdicts.write,
         helps.BLOCK: helps.write,
         "fusion picture": lambda path, found: _fusion(path, found, folder),
