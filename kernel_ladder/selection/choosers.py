@@ -15,7 +15,7 @@ from kernel_ladder import gpu
 from kernel_ladder.selection import measured, tables
 from kernel_ladder.selection.features import FEATURES
 from kernel_ladder.selection.kinds import KINDS, Kind, of_any
-from kernel_ladder.selection.rules import Rule
+from kernel_ladder.selection.rules import Rule, reason_of
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.table import Variant
 from kernel_ladder.tracing import wants_gradient
@@ -122,8 +122,8 @@ class Chooser:
         if from_table is not None:
             return from_table
         if rule:
-            said = (self.rule.__doc__ or "").strip().partition("\n")[0]
-            return Choice(rule, f"rule: {said}")
+            assert self.rule is not None
+            return Choice(rule, reason_of(self.rule))
         return Choice((), "order")
 
     def _tabled(self, rule: tuple[str, ...], inputs: Inputs, options: Options) -> Choice | None:

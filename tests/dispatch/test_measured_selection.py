@@ -121,14 +121,14 @@ def test_a_rung_that_refuses_is_passed_over(scratch_table, use_table):
 
 def test_the_reason_of_a_rule_is_the_first_line_of_its_docstring(ladder):
     def rule(inputs, options):
-        """Prefers `first`.
+        """Prefers `first` up to :data:`MOST`.
 
         For reasons that a reader of the choice does not need.
         """
         return ("torch.first",)
 
     chooser = choosers.Chooser("gelu", "torch", table.named("gelu", "torch"), rule)
-    assert chooser.choice((torch.zeros(8, 16),), OPTIONS) == (("torch.first",), "rule: Prefers `first`.")
+    assert chooser.choice((torch.zeros(8, 16),), OPTIONS) == (("torch.first",), "rule: Prefers `first` up to `MOST`.")
 
 
 def test_a_file_that_is_no_table_is_ignored_with_one_warning(ladder, use_table, tmp_path):
