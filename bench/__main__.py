@@ -251,7 +251,7 @@ def _finish(args: argparse.Namespace, run: list[Row], output: Path, interrupted:
 
 def _draw(path: Path, console: Console, gpu: str | None = None) -> None:
     try:
-        from bench.show import fusion_chart, ladders, memory, pictures, roofline_chart
+        from bench.show import chain_chart, fusion_chart, ladders, memory, pictures, roofline_chart
     except ImportError as error:
         console.print(f"no pictures: {error}; `pip install matplotlib` to have them", soft_wrap=True)
         return
@@ -261,6 +261,7 @@ def _draw(path: Path, console: Console, gpu: str | None = None) -> None:
         *memory.draw(path, gpu),
         *roofline_chart.draw(path, gpu),
         *fusion_chart.draw(path, gpu),
+        *chain_chart.draw(path, gpu),
     ):
         console.print(f"drew {picture}", soft_wrap=True)
 

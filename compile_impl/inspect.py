@@ -122,6 +122,7 @@ def inspect(request: Request) -> Inspection:
         names.append(Kernel(name, note=f"from a library or PyTorch{more}{_said(sizes[name])}"))
     if nodes:
         least = table.spec(request.variant.op).bytes(case, request.dtype.itemsize, request.pass_ == "backward")
+        found.counted_bytes, found.least_bytes = sizes.total(), least
         found.notes.append(f"bytes by Inductor's count: {sizes.total():.4g}; the least is {least:.4g}")
     found.kernels = keep_named(request, names)
     found.code = [code for code in found.code if code.title in {k.name for k in found.kernels}]

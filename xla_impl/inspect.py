@@ -57,7 +57,7 @@ def inspect(request: Request) -> Inspection:
         compiled = lowered.compile()
         found.compile_s = time.perf_counter() - start
         before, after = lowered.as_text("hlo"), compiled.as_text()
-        found.notes += _costs(request, case, lowered, compiled)
+        _add_costs(found, request, case, lowered, compiled)
         tpu = _for_tpu(program, arrays) if "tpu" in request.code else None
     kernels = instructions(after)
     found.kernels = keep_named(request, kernels)
@@ -110,23 +110,23 @@ def _first(pattern: re.Pattern[str], text: str) -> str:
     return found[1] if found else "unknown"
 
 
-def _costs(request: Request, case: Any, lowered: Any, compiled: Any) -> list[str]:
-    """XLA's own count of bytes before and after fusion, beside the least that the operation must move."""
+def _add_costs(found: Inspection, request: Request, case: Any, lowered: Any, compiled: Any) -> None:
+    """Add XLA's own count of bytes before and after fusion, beside the least that the operation must move."""
     before, after = (analysis or {} for analysis in (lowered.cost_analysis(), compiled.cost_analysis()))
-    least = table.spec(request.variant.op).bytes(case, request.dtype.itemsize, request.pass_ == "backward")
-    notes = []
+    found.least_bytes = table.spec(request.variant.op).bytes(case, request.dtype.itemsize, request.pass_ == "backward")
     if "bytes accessed" in after:
+        found.counted_bytes = after["bytes accessed"]
         unfused = f"{before['bytes accessed']:.4g} before fusion, " if "bytes accessed" in before else ""  # CPUs alone
-        notes.append(
-            f"bytes by XLA's count: {unfused}{after['bytes accessed']:.4g} after fusion; the least is {least:.4g}"
+        found.notes.append(
+            f"bytes by XLA's count: {unfused}{found.counted_bytes:.4g} after fusion; "
+            f"the least is {found.least_bytes:.4g}"
         )
     memory = compiled.memory_analysis()
     if memory is not None:
-        notes.append(
+        found.notes.append(
             f"memory: {memory.argument_size_in_bytes} bytes of arguments, {memory.output_size_in_bytes} of results, "
             f"{memory.temp_size_in_bytes} temporary"
         )
-    return notes
 
 
 def _for_tpu(program: Any, arrays: list[Any]) -> str:

@@ -7,12 +7,13 @@ sentence says where a compiler helps and where it hurts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.profile import counters
-from bench.rows.store import Row
+from bench.rows.store import Row, picture_file
 from bench.show import markdown
 from bench.show.climb_counters import over_least
 from bench.show.headline import headline
@@ -69,15 +70,37 @@ def chosen(op: str, found: Sequence[Row]) -> dict[str, dict[str, Row]]:
     return of_passes
 
 
-def write(path: Path, found: Sequence[Row]) -> str:
-    """A section for each chain that has rows: a table, and a sentence for each pass."""
-    profiled = {tuple(row[n] for n in counters.KEY): row for row in counters.read(counters.file_beside(path))}
+def counted(path: Path) -> Calls:
+    """The counted calls in the file beside one of rows, by :data:`bench.profile.counters.KEY`."""
+    return {tuple(row[n] for n in counters.KEY): row for row in counters.read(counters.file_beside(path))}
+
+
+def call_of(row: Row, profiled: Calls) -> tuple[int, float | None] | None:
+    """The kernels of a row's call, and the bytes that these moved over the least; None where it was not counted."""
+    call = profiled.get((row.op, row.backend, row.pass_, row.dtype, row.shape, row.gpu or ""))
+    return None if call is None else (len(call["kernels"]), over_least(call["counters"]))
+
+
+def picture_of(op: str) -> str:
+    """The name of a chain's picture."""
+    return f"{PICTURE}-{op}"
+
+
+def write(path: Path, found: Sequence[Row], folder: Path | None = None) -> str:
+    """A section for each chain that has rows: a sentence for each pass, a picture and a table.
+
+    Links start from `folder`, by default that of the rows.
+    """
+    profiled = counted(path)
     parts = []
     for op in CHAINS:
         rows = chosen(op, found)
         if rows[PASSES[0]]:
             first = next(iter(rows[PASSES[0]].values()))
             parts.append(f"### {op}\n\n{first.shape}, {first.dtype}, {first.gpu}. {sentences(rows)}".rstrip())
+            if any(row.least_us for of_pass in rows.values() for row in of_pass.values()):
+                link = os.path.relpath(picture_file(path, picture_of(op)), folder or path.parent)
+                parts.append(f"![{op} on {first.gpu}: time over the least possible, a bar a rung and pass]({link})")
             parts.append(_table(rows, profiled))
     return "\n\n".join(parts)
 
@@ -91,12 +114,11 @@ def _table(rows: Mapping[str, Mapping[str, Row]], profiled: Calls) -> str:
             if row is None or row.us is None:
                 cells += [""] * (1 + len(COLUMNS))
                 continue
-            call = profiled.get((row.op, row.backend, row.pass_, row.dtype, row.shape, row.gpu or ""), {})
-            moved = over_least(call["counters"]) if call else None
+            kernels, moved = call_of(row, profiled) or ("", None)
             cells += [
                 f"{microseconds(row.us)}{mark(row)}",
                 f"{naive.us / row.us:.3g}" if naive and naive.us else "",
-                str(len(call["kernels"])) if call else "",
+                str(kernels),
                 "" if moved is None else f"{moved:.2f}",
             ]
         lines.append(cells)

@@ -11,12 +11,15 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``roofline OP``, ``roofline``: the roofline of an operation, or of all
 - ``headlines``: PyTorch, the best rungs and the best peer of every operation, a line each
 - ``regret``: the time of what names chose over that of the best rung, by operation
+- ``table regret``: the same of each GPU's table of choices, with the calls that were held out of it
 - ``matmul model``: the error of the cost model by which matmul's CUDA rungs are chosen
 - ``claims``: the levels' best rungs against other libraries, over all calls
 - ``index``: every rung, what it brought, and the page about it
 - ``ladder OP``: the picture of an operation's ladder
-- ``fusion``, ``fusion picture``: of each chain what compilers and kernels by hand make, and the picture of all
+- ``fusion``, ``fusion picture``: of each chain what compilers and kernels by hand make, with its
+  picture, and the picture of all
 - ``compiler claims``: what is said of compilers, and whether the rows agree
+- ``when compilers help``: each compiler beside the formula and kernels by hand, at every call of a chain
 - ``memory``: attention's memory and time against the length
 - ``dynamic``: what a new length costs, by every way to compile a function
 - ``patched``: what a patch makes of whole models
@@ -49,6 +52,7 @@ from bench.show import (
     folders,
     fusion,
     headlines,
+    helps,
     log_index,
     markdown,
     matmul_model,
@@ -56,6 +60,7 @@ from bench.show import (
     predictions,
     regret,
     scaling,
+    table_regret,
     verdicts,
 )
 from bench.show.headline import headline
@@ -108,7 +113,7 @@ def renew(text: str, machines: Machines, folder: Path) -> str:
 def _block(name: str, machines: Machines, folder: Path) -> str:
     if name in scaling.BLOCKS:
         return scaling.write(name, machines) or f"{_EMPTY}: `{scaling.COMMAND}` writes them.*"
-    for page in (dynamic, patched, bridge):
+    for page in (dynamic, patched, bridge, table_regret):
         if name == page.BLOCK:
             return page.write(machines) or f"{_EMPTY}: `{page.COMMAND}` writes them.*"
     make, op = _maker(name, folder)
@@ -128,8 +133,9 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         "regret": regret.write,
         "matmul model": matmul_model.write,
         "index": log_index.write,
-        "fusion": fusion.write,
+        "fusion": lambda path, found: fusion.write(path, found, folder),
         verdicts.BLOCK: verdicts.write,
+        helps.BLOCK: helps.write,
         "fusion picture": lambda path, found: _fusion(path, found, folder),
         "memory": lambda path, found: _memory(path, found, folder),
         "roofline": lambda path, found: _roofline("", path, found, folder),
@@ -152,6 +158,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         dynamic.BLOCK,
         patched.BLOCK,
         bridge.BLOCK,
+        table_regret.BLOCK,
         *scaling.BLOCKS,
         *(f"'{word} OP'" for word in of_one),
         "OP",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import json
 import re
@@ -17,10 +18,11 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from kernel_ladder import table
+from kernel_ladder.cli import side_by_side
 from kernel_ladder.cli.columns import Column, LeftOut, Line, fit
 from kernel_ladder.errors import BackendError, InspectError
 from kernel_ladder.inspection import failures
-from kernel_ladder.inspection.inspect import CODE, Code, Inspection, Kernel, Request, inspect, select, tensors
+from kernel_ladder.inspection.inspect import CODE, Code, Inspection, Kernel, Request, code_of, inspect, select, tensors
 from kernel_ladder.spec import PASSES
 from kernel_ladder.testing.cases import case_named
 from kernel_ladder.testing.samples import empty_inputs
@@ -68,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         required=True,
-        metavar="NAME",
+        metavar="NAME[,NAME]",
         help="a variant; or a level, for the variant that a call of --shape selects there (without --shape its "
-        "default, or the most optimised one)",
+        "default, or the most optimised one); several are set side by side first",
     )
     parser.add_argument(
         "--shape",
@@ -101,17 +103,32 @@ def _known(kind: str, given: str, known: list[str]) -> str:
     raise InspectError(f"unknown `{kind}` {given!r}; {hint}Known are {', '.join(known)}")
 
 
-def request_of(chosen: argparse.Namespace) -> Request:
-    """The request that the command line describes.
+def requests_of(chosen: argparse.Namespace) -> list[Request]:
+    """The requests that the command line describes, one for each backend. Of several, each shows the code that it has.
 
     Raises:
         InspectError, BackendError: it names something that does not exist.
     """
-    named = table.named(chosen.op, chosen.backend)
+    names = list(dict.fromkeys(name.strip() for name in chosen.backend.split(",")))
+    if len(names) == 1:
+        return [request_of(chosen, names[0])]
+    requests = [request_of(chosen, name) for name in names]
+    kinds = {level: set(code_of(level)) for level in dict.fromkeys(request.variant.level for request in requests)}
+    if foreign := sorted(requests[0].code - set().union(*kinds.values())):
+        raise InspectError(f"the levels {', '.join(kinds)} have no {', '.join(foreign)} to show")
+    return [dataclasses.replace(each, code=each.code & kinds[each.variant.level]) for each in requests]
+
+
+def request_of(chosen: argparse.Namespace, backend: str) -> Request:
+    """The request for one backend.
+
+    Raises:
+        InspectError, BackendError: it names something that does not exist.
+    """
+    named = table.named(chosen.op, backend)
     if not named:
-        level = chosen.backend.partition(".")[0]
-        reason = table.unavailable(chosen.op, level) or "it has no variant"
-        raise InspectError(f"{chosen.op}: backend {chosen.backend!r} cannot be looked into: {reason}")
+        reason = table.unavailable(chosen.op, backend.partition(".")[0]) or "it has no variant"
+        raise InspectError(f"{chosen.op}: backend {backend!r} cannot be looked into: {reason}")
     dtype = DTYPES[_known("dtype", chosen.dtype, list(DTYPES))]
     case = None if chosen.shape is None else case_named(table.spec(chosen.op), chosen.shape)
     if case is not None:
@@ -124,12 +141,15 @@ def request_of(chosen: argparse.Namespace) -> Request:
 def run(chosen: argparse.Namespace, console: Console) -> int:
     """Returns the exit code: 0, or 2 if the request cannot be met."""
     try:
-        request = request_of(chosen)
+        requests = requests_of(chosen)
         folder = chosen.output
         if folder is not None and folder.exists() and not folder.is_dir():
             raise InspectError(f"`output` {folder} is a file; name a folder")
-        found = inspect(request)
-        written = write(folder, found) if folder is not None else []
+        every = [inspect(request) for request in requests]
+        folders = {} if folder is None else {each.backend: folder for each in every}
+        if len(every) > 1:
+            folders = {backend: folder / backend for backend, folder in folders.items()}
+        written = [write(folders[each.backend], each) if folders else [] for each in every]
     except (InspectError, BackendError) as error:
         print(f"python -m kernel_ladder inspect: {error}", file=sys.stderr)
         return 2
@@ -140,13 +160,18 @@ def run(chosen: argparse.Namespace, console: Console) -> int:
             print(f"python -m kernel_ladder inspect: {line}", file=sys.stderr)
         return 2
     if chosen.json:
-        print(json.dumps(found.to_json(), indent=1))
+        found = [each.to_json() for each in every]
+        print(json.dumps(found if len(found) > 1 else found[0], indent=1))
         return 0
-    show(console, found)
-    for path in written:
-        console.print(f"wrote {path}", soft_wrap=True, markup=False)
-    if not written:
-        for code in found.code:
+    if len(every) > 1:
+        side_by_side.show(console, every)
+    for each, files in zip(every, written, strict=True):
+        if len(every) > 1:
+            console.print()
+        show(console, each)
+        for path in files:
+            console.print(f"wrote {path}", soft_wrap=True, markup=False)
+        for code in [] if files else each.code:
             show_code(console, code)
     return 0
 

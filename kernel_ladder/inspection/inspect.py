@@ -133,6 +133,8 @@ class Inspection:
     kernel_count: int | None = None  # generated kernels that one call launches
     library_count: int | None = None  # kernels of a library that one call launches
     compile_s: float | None = None
+    counted_bytes: float | None = None  # that one call moves, by the compiler's count
+    least_bytes: int | None = None  # that the operation must move
     code: list[Code] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -148,6 +150,12 @@ def begin(request: Request, case: Case | None = None) -> Inspection:
     if case is not None:
         found.shape, found.shapes, found.options = case.id, list(each(list, case.shapes)), dict(case.options)
     return found
+
+
+def code_of(level: str) -> tuple[str, ...]:
+    """The kinds of code that a level can show."""
+    kinds: tuple[str, ...] = importlib.import_module(f"{table.LEVELS[level]}.inspect").CODE
+    return kinds
 
 
 def inspect(request: Request) -> Inspection:

@@ -18,7 +18,7 @@ from kernel_ladder import gpu, table
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
 from kernel_ladder.selection import measured, tables
 from kernel_ladder.selection.orders import ORDERS
-from kernel_ladder.selection.rules import RULES, Rule
+from kernel_ladder.selection.rules import RULES, Rule, reason_of
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.table import LEVELS, Variant, asked_for, source_of
 from kernel_ladder.transforms import is_wrapped, transforms_active
@@ -101,7 +101,7 @@ def check(op: str, backend: str | None) -> None:
     Raises:
         TypeError: `backend` is neither a str nor None. BackendError: no such backend. UnavailableError: not here.
     """
-    _candidates(op, asked_for(op, backend), False, source_of(backend))
+    _candidates(op, asked_for(op, backend), False, source_of(backend), tabled=False)
 
 
 def explain(op: str, backend: str | None, inputs: Inputs, options: Options) -> list[tuple[str, str | None]]:
@@ -145,7 +145,7 @@ def why(op: str, backend: str | None, inputs: Inputs, options: Options) -> str:
             names, reason = candidate.chooser.choice(inputs, options)
         else:
             names = candidate.rule(inputs, options)
-            reason = f"rule: {(candidate.rule.__doc__ or '').strip().partition(chr(10))[0]}"
+            reason = reason_of(candidate.rule)
         if taken in names:
             return reason
     return f"order: the {'first' if backend == 'auto' else 'last rung'} that takes the call"
@@ -185,6 +185,8 @@ def _candidates(
 
     `tabled`: tables and measurements count, not rules alone. torch.compile can't trace them.
     """
+    if tabled and not on_gpu and backend in ("auto", *LEVELS) and measured.enabled():
+        measured.warn_of_cpu()
     if backend == "auto":
         first = ORDERS[op] if on_gpu else ()
         # Rungs that the order leaves out come last: they alone take some inputs.

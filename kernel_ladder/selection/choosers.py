@@ -1,12 +1,12 @@
 """What puts rungs before the order of a ladder on a GPU: a measurement, a table of measured choices, or a rule.
 
-A chooser stands for a backend's name. It remembers its choice by shapes, strides, dtype, options, GPU and whether a
-gradient is wanted, so that a repeated call costs one look-up.
+A chooser stands for a backend's name. It remembers its choice by the kind of the call
+(:mod:`kernel_ladder.selection.kinds`) and its GPU, so that a repeated call costs one look-up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,8 @@ import torch
 from kernel_ladder import gpu
 from kernel_ladder.selection import measured, tables
 from kernel_ladder.selection.features import FEATURES
-from kernel_ladder.selection.rules import Rule
-from kernel_ladder.semantics.precision import tf32_allowed
+from kernel_ladder.selection.kinds import KINDS, Kind, of_any
+from kernel_ladder.selection.rules import Rule, reason_of
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.table import Variant
 from kernel_ladder.tracing import wants_gradient
@@ -23,6 +23,7 @@ from kernel_ladder.tracing import wants_gradient
 #: Choices that a chooser remembers.
 MAX_KNOWN = 4096
 _grad_enabled = torch.is_grad_enabled  # a module's global, because every call reads it
+_deterministic = torch.are_deterministic_algorithms_enabled
 
 
 class Choice(NamedTuple):
@@ -30,112 +31,6 @@ class Choice(NamedTuple):
 
     names: tuple[str, ...]
     reason: str
-
-
-Kind = tuple[Any, ...]
-
-
-def _rows(*names: str) -> Callable[[Inputs, Options, bool], Kind]:
-    """A kind of call on rows: the first input's shape and dtype, and the option that decides with them."""
-    if not names:
-        return lambda inputs, options, gradient: (inputs[0].shape, inputs[0].dtype, gradient)  # type: ignore[union-attr]
-    (name,) = names
-
-    def kind(inputs: Inputs, options: Options, gradient: bool) -> Kind:
-        x: Any = inputs[0]
-        return x.shape, x.dtype, options[name], gradient
-
-    return kind
-
-
-def _two_tensors(inputs: Inputs, options: Options, gradient: bool) -> Kind:
-    a: Any = inputs[0]
-    b: Any = inputs[1]
-    dtype = a.dtype
-    precision = (dtype, tf32_allowed()) if dtype is torch.float32 else dtype
-    off = (a.storage_offset() | b.storage_offset()) % 8  # elements past what TMA addresses
-    return a.shape, b.shape, a.stride(), b.stride(), off, precision, options.get("activation"), gradient
-
-
-def _attention(inputs: Inputs, options: Options, gradient: bool) -> Kind:
-    query: Any = inputs[0]
-    key: Any = inputs[1]
-    value: Any = inputs[2]
-    more = len(inputs) > 3 and inputs[3] is not None, "dropout_p" in options, value.shape[-1]
-    return query.shape, key.shape, query.dtype, options["is_causal"], options.get("window_size"), more, gradient
-
-
-def _add(inputs: Inputs, options: Options, gradient: bool) -> Kind:
-    x: Any = inputs[0]
-    other: Any = inputs[1]
-    return x.shape, other.shape, x.dtype, gradient
-
-
-def _sum(inputs: Inputs, options: Options, gradient: bool) -> Kind:
-    x: Any = inputs[0]
-    return x.shape, x.stride(), x.dtype, options["dim"], gradient
-
-
-def _loss(inputs: Inputs, options: Options, gradient: bool) -> Kind:
-    x: Any = inputs[0]
-    weight: Any = inputs[1]  # or labels
-    return x.shape, weight.shape, x.dtype, options["label_smoothing"] == 0, gradient
-
-
-def _rope(inputs: Inputs, options: Options, gradient: bool) -> Kind:
-    x: Any = inputs[0]
-    return x.shape, x.dtype, options["interleaved"], len(inputs) > 2, gradient
-
-
-def _float8(inputs: Inputs, options: Options, gradient: bool) -> Kind:
-    x: Any = inputs[0]
-    weight: Any = inputs[1]
-    scale: Any = inputs[2]
-    return x.shape, weight.shape, weight.stride(), scale.dim(), options["out_dtype"], gradient
-
-
-def _packed(inputs: Inputs, options: Options, gradient: bool) -> Kind:
-    """A kind of attention to packed sequences, or to keys in pages.
-
-    Queries and keys have the other sizes of values, and of offsets or tables: numbers of elements say the rest, sooner.
-    """
-    query: Any = inputs[0]
-    key: Any = inputs[1]
-    value: Any = inputs[2]
-    places: Any = inputs[3]
-    get = options.get
-    more = get("window_size"), get("batch_invariant")
-    return query.shape, key.shape, value.numel(), places.numel(), query.dtype, options["is_causal"], more, gradient
-
-
-def _any(inputs: Inputs, options: Options, gradient: bool) -> Kind:
-    shapes = tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in inputs])
-    return shapes, options.get("dim"), options.get("is_causal"), gradient
-
-
-#: What a choice depends on, by operation. Such a kind has no hash where torch.compile traces sizes as symbols.
-KINDS: dict[str, Callable[[Inputs, Options, bool], Kind]] = {
-    "gelu": _rows("approximate"),
-    "softmax": _rows("dim"),
-    "matmul": _two_tensors,
-    "attention": _attention,
-    "attention_varlen": _packed,
-    "attention_paged": _packed,
-    "add": _add,
-    "sum": _sum,
-    "layer_norm": _rows("normalized_shape"),
-    "rms_norm": _rows("normalized_shape"),
-    "dropout": _rows(),
-    "bias_gelu": _rows("approximate"),
-    "cross_entropy": _loss,
-    "rope": _rope,
-    "swiglu": _rows(),
-    "add_rms_norm": _rows(),
-    "bias_dropout_add_layer_norm": _rows(),
-    "linear": _two_tensors,
-    "linear_cross_entropy": _loss,
-    "linear_float8": _float8,
-}
 
 
 class Chooser:
@@ -160,7 +55,7 @@ class Chooser:
         self._rungs = {v.name: v for v in order}
         self._features = FEATURES.get(op)
         self._measures = measured.enabled()
-        self._kind = KINDS.get(op, _any)
+        self._kind = KINDS.get(op, of_any)
         self._several = gpu.count() > 1
         self._names: dict[Kind, tuple[str, ...]] = {}
         self._reasons: dict[Kind, str] = {}
@@ -169,13 +64,8 @@ class Chooser:
 
     def _repeated(self) -> Rule:
         """The function that every call runs: a look-up, in a closure because an attribute takes time."""
-        known, kind_of, several, first, grad_enabled = (
-            self._names,
-            self._kind,
-            self._several,
-            self._first,
-            _grad_enabled,
-        )
+        known, kind_of, first, grad_enabled = self._names, self._kind, self._first, _grad_enabled
+        several, measures = self._several, self._measures
 
         def names(inputs: Inputs, options: Options) -> tuple[str, ...]:
             gradient = False
@@ -187,6 +77,8 @@ class Chooser:
             kind = kind_of(inputs, options, gradient)
             if several:
                 kind = (*kind, inputs[0].get_device())  # type: ignore[union-attr]
+            if measures:  # rungs that refuse deterministic calls are not timed
+                kind = (*kind, _deterministic())
             try:
                 return known[kind]
             except KeyError:
@@ -201,6 +93,8 @@ class Chooser:
         kind = self._kind(inputs, options, wants_gradient(*inputs))
         if self._several:
             kind = (*kind, inputs[0].get_device())  # type: ignore[union-attr]
+        if self._measures:
+            kind = (*kind, _deterministic())
         if kind in self._names:
             return Choice(self._names[kind], self._reasons[kind])
         return self._first(kind, inputs, options)
@@ -228,8 +122,8 @@ class Chooser:
         if from_table is not None:
             return from_table
         if rule:
-            said = (self.rule.__doc__ or "").strip().partition("\\n")[0]
-            return Choice(rule, f"rule: {said}")
+            assert self.rule is not None
+            return Choice(rule, reason_of(self.rule))
         return Choice((), "order")
 
     def _tabled(self, rule: tuple[str, ...], inputs: Inputs, options: Options) -> Choice | None:

@@ -2,11 +2,12 @@
 
 As torch.backends.cudnn.benchmark, but kept on disk: one file for each GPU and versions of PyTorch, Triton and this
 package. Where a call can't be timed, as while torch.compile traces or a CUDA graph is captured, tables and rules
-choose.
+choose. So they do for tensors on a CPU. Repetitions read the same tensors, so that the GPU's L2 cache may hold them.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -54,6 +55,16 @@ def enabled() -> bool:
             f"the environment variable {ENV_SELECT} must be {MEASURE}, got {value!r}; unset, tables and rules choose"
         )
     return value == MEASURE
+
+
+@functools.cache
+def warn_of_cpu() -> None:
+    """Warn once that calls of tensors on a CPU are not measured."""
+    warnings.warn(
+        f"{ENV_SELECT}={MEASURE} measures calls on a GPU alone; for tensors on a CPU rules choose",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def can_time(inputs: Inputs) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable
 
 from kernel_ladder.spec import Inputs, Options
@@ -16,7 +17,13 @@ from kernel_ladder.spec import Inputs, Options
 Rule = Callable[[Inputs, Options], tuple[str, ...]]
 
 #: Files of this package that have no rules.
-WITHOUT_RULES = frozenset({"choosers", "features", "matmul_parts", "measured", "orders", "rules", "tables"})
+WITHOUT_RULES = frozenset({"choosers", "features", "kinds", "matmul_parts", "measured", "orders", "rules", "tables"})
+
+
+def reason_of(rule: Rule) -> str:
+    """What a rule prefers, as a reader of the choice sees it: its docstring's first line, without roles of Sphinx."""
+    first = (rule.__doc__ or "").strip().partition("\n")[0]
+    return f"rule: {re.sub(r':[a-z]+:`~?', '`', first)}"
 
 
 def _collected() -> dict[tuple[str, str], Rule]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from rich.console import Console
 from bench.measure import sets
 from bench.rows import regret, store
 from bench.show import regret as block
-from bench.show import table
+from bench.show import table, table_regret
+from kernel_ladder.selection import tables
 
 from ..conftest import TIMED, a_row
 
@@ -79,3 +81,38 @@ def test_the_block_takes_every_set_and_names_the_worst(tmp_path):
 def test_the_published_page_has_the_block():
     page = Path(__file__).parents[2] / "docs" / "selection.md"
     assert "<!-- results:begin regret -->" in page.read_text(encoding="utf-8")
+
+
+def a_part(name: str, pass_: str, kept: bool, rules: float, table: float):
+    """A part of a table's file: two of four calls are near, one of two that were held out."""
+
+    def figures(worst: float, points: int, near: int):
+        return {"mean": 1.0, "p95": 1.0, "worst": worst, "at": "8x8 bfloat16", "points": points, "within 3 %": near}
+
+    return {
+        "op": "gelu", "backend": name, "pass": pass_, "kept": kept,
+        "rules": figures(rules, 4, 2), "table": figures(table, 4, 2),
+        "held out, rules": figures(rules, 2, 1),
+        "held out, table": figures(table, 2, 1) if pass_ == "forward" else None,
+    }  # fmt: skip
+
+
+def test_the_block_of_tables_has_each_gpu_and_name_and_what_was_held_out(tmp_path):
+    parts = a_part("cuda", "forward", False, 2.5, 1.5), a_part("cuda", "training", True, 3.0, 1.2)
+    (tmp_path / "a.json").write_text(
+        json.dumps({"gpu": "GPU A", "regret": [*parts, a_part("auto", "forward", True, 2, 1)]})
+    )
+    (tmp_path / "b.json").write_text(json.dumps({"gpu": "GPU B", "regret": [parts[0]]}))
+    where = "gelu 8x8 bfloat16 forward, by rules"
+    lines = table_regret.write({}, tmp_path).splitlines()[2:]
+    assert lines == [
+        f"| GPU A | `auto` | 4 | 50.0% | 1.00 | {where[:-5]}table | 2 | 50.0% | 1.00 | {where[:-5]}table |",
+        f"|  | `cuda` | 8 | 50.0% | 2.50 | {where} | 2 | 50.0% | 2.50 | {where} |",
+        f"| GPU B | `cuda` | 4 | 50.0% | 2.50 | {where} | 2 | 50.0% | 2.50 | {where} |",
+    ]
+    assert table_regret.write({}, tmp_path / "none") == ""
+
+
+def test_the_block_of_tables_has_every_gpu_that_ships_one():
+    written = table_regret.write({})
+    assert all(f"| {json.loads(path.read_text())['gpu']} |" in written for path in tables.FOLDER.glob("*.json"))

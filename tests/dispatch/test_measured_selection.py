@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-import timeit
+import warnings
 
 import pytest
 import torch
@@ -119,6 +119,18 @@ def test_a_rung_that_refuses_is_passed_over(scratch_table, use_table):
     assert chosen(64, 1024) == ("torch.last", "order: the last rung that takes the call")
 
 
+def test_the_reason_of_a_rule_is_the_first_line_of_its_docstring(ladder):
+    def rule(inputs, options):
+        """Prefers `first` up to :data:`MOST`.
+
+        For reasons that a reader of the choice does not need.
+        """
+        return ("torch.first",)
+
+    chooser = choosers.Chooser("gelu", "torch", table.named("gelu", "torch"), rule)
+    assert chooser.choice((torch.zeros(8, 16),), OPTIONS) == (("torch.first",), "rule: Prefers `first` up to `MOST`.")
+
+
 def test_a_file_that_is_no_table_is_ignored_with_one_warning(ladder, use_table, tmp_path):
     use_table()
     (tmp_path / "h100.json").write_text("{}")
@@ -214,6 +226,39 @@ def test_a_gradient_is_another_kind_of_call(measuring):
     assert {gradient for _, gradient in timed} == {False, True}
 
 
+def test_layouts_and_deterministic_calls_are_kinds_of_their_own(measuring):
+    times, timed = measuring
+    assert taken(torch.zeros(8, 16)) == "torch.first"
+    times["torch.first"] = 5.0
+    assert taken(torch.zeros(16, 8).t()) == "torch.last"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert taken(torch.zeros(8, 16)) == "torch.last"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    count = len(timed)
+    assert taken(torch.zeros(8, 16)) == "torch.first"
+    assert len(timed) == count
+
+
+def test_measurement_on_a_cpu_is_refused_with_one_warning(monkeypatch, scratch_table):
+    monkeypatch.setenv(measured.ENV_SELECT, measured.MEASURE)
+    measured.warn_of_cpu.cache_clear()
+    table.forget()
+    x = torch.zeros(8, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        selection.check("gelu", "torch")
+        selection.resolve("gelu", "torch.builtin", (x,), OPTIONS)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for op, options in (("gelu", OPTIONS), ("softmax", {"dim": -1})):
+            selection.resolve(op, "torch", (x,), options)
+    assert [str(each.message).partition(";")[0] for each in told] == [
+        "KERNEL_LADDER_SELECT=measure measures calls on a GPU alone"
+    ]
+
+
 def test_tensors_without_data_are_not_timed(measuring):
     _, timed = measuring
     case = Case("", ((8, 16),), OPTIONS)
@@ -257,24 +302,6 @@ def test_real_times_rank_a_slow_rung_last(scratch_table):
     assert measured.time_of(quick, (x,), OPTIONS, True) > 0
     fails = table.register("gelu", "torch.fails", forward=lambda input, **options: 1 / 0)
     assert measured.time_of(fails, (x,), OPTIONS, False) is None
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("op", sorted({*kernel_ladder.OPS} - selection.REMEMBERED))
-def test_a_repeated_choice_costs_a_microsecond_or_less(op):
-    """A microsecond is 40 empty calls of 25 ns. The rules that others remember would take longer."""
-    case = kernel_ladder.spec(op).sweep[0]
-    inputs = empty_inputs(case, torch.bfloat16, "meta")
-    chooser = choosers.Chooser(op, "torch", table.named(op, "torch"), None)
-    choose = chooser.rule_of_names
-    with torch.no_grad():  # a call that wants a gradient asks fewer of its inputs
-        choose(inputs, case.options)
-        assert len(chooser._names) == 1
-        calls = (lambda: choose(inputs, case.options)), (lambda: None)
-        # In turn, so that a busy machine slows both.
-        costs = [[timeit.timeit(call, number=100, timer=time.process_time) for call in calls] for _ in range(150)]
-    chosen, nothing = map(min, zip(*costs, strict=True))
-    assert chosen < 40 * nothing
 
 
 def test_list_prints_the_reason(ladder, capsys):
