@@ -1,7 +1,7 @@
 """The block ``when compilers help``: each compiler beside PyTorch call by call and the kernels by hand, at every call.
 
 A chain is judged at all shapes and dtypes of the sweep, each pass apart. Geometric means say how much a compiler gains
-or loses, and names of calls say where.
+or loses, and a call's name says where most.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ from bench.show.headlines import OURS
 from kernel_ladder.spec import PASSES
 
 BLOCK = "when compilers help"
-#: Calls that a sentence names at most; of more it names the farthest.
-NAMED = 4
 #: The dtype that a call's name leaves out.
 USUAL = "bfloat16"
 
 Ratios = Mapping[str, float]
 
 
+HEADER = ["operation", "pass", "compiler", "over the formula", "over the best by hand", "behind it", "ahead of it"]
+
+
 def write(_: Path, found: Sequence[Row]) -> str:
-    """A list of the chains; below each a sentence for each compiler and pass."""
+    """A table with a line for each chain, pass and compiler."""
     lines = []
     for op in CHAINS:
-        said = [
-            f"    - {name}, {pass_}: {sentence}"
-            for backend, name in COMPILERS.items()
-            for pass_ in PASSES
-            if (sentence := judged(*ratios(op, backend, pass_, found)))
-        ]
-        if said:
-            lines += [f"- **{op}**", *said]
+        named = op
+        for pass_ in PASSES:
+            for backend, compiler in COMPILERS.items():
+                if cells := judged(*ratios(op, backend, pass_, found)):
+                    lines.append([f"**{named}**" if named else "", pass_, compiler, *cells])
+                    named = ""
     if not lines:
         return ""
     gpu = next(row.gpu for row in found if row.op in CHAINS)
-    return f"On {gpu}; within {100 * (EQUAL - 1):.0f} % is even. Counts are of calls.\n\n" + "\n".join(lines)
+    table = "\n".join(
+        f"| {' | '.join(cells)} |" for cells in [HEADER, ["---"] * 3 + ["---:"] * 2 + ["---"] * 2, *lines]
+    )
+    return f"On {gpu}; within {100 * (EQUAL - 1):.0f} % is even. Counts are of calls.\n\n{table}"
 
 
 def ratios(op: str, backend: str, pass_: str, found: Sequence[Row]) -> tuple[Ratios, Ratios]:
@@ -64,31 +66,26 @@ def ratios(op: str, backend: str, pass_: str, found: Sequence[Row]) -> tuple[Rat
     return gains, costs
 
 
-def judged(gains: Ratios, costs: Ratios) -> str:
-    """A sentence about the gain over the formula, and one about the time over the best by hand; of none nothing."""
-    said = []
-    if gains:
-        behind = {name: 1 / gain for name, gain in gains.items() if gain < 1 / EQUAL}
-        where = f"behind it {_at(behind, len(gains))}" if behind else f"behind it at none of {len(gains)}"
-        said.append(f"{_mean(gains):.3g} × as fast as the formula call by call, {where}")
-    if costs:
-        behind = {name: cost for name, cost in costs.items() if cost > EQUAL}
-        ahead = {name: 1 / cost for name, cost in costs.items() if cost < 1 / EQUAL}
-        parts = [f"{_mean(costs):.3g} × the time of the best by hand"]
-        parts += [f"behind {_at(behind, len(costs))}"] if behind else []
-        parts += [f"ahead {_at(ahead, len(costs))}"] if ahead else []
-        if not behind and not ahead:
-            parts.append(f"even at all {len(costs)}")
-        said.append(", ".join(parts))
-    return f"{'; '.join(said)}." if said else ""
+def judged(gains: Ratios, costs: Ratios) -> list[str]:
+    """Cells: how many times as fast as the formula, times as long as the best by hand, where behind, where ahead."""
+    if not gains and not costs:
+        return []
+    slower = {name: 1 / gain for name, gain in gains.items() if gain < 1 / EQUAL}
+    gain = f"{_mean(gains):.3g} ×" + (f", slower {_at(slower, len(gains))}" if slower else "") if gains else "–"
+    if not costs:
+        return [gain, "–", "–", "–"]
+    behind = {name: cost for name, cost in costs.items() if cost > EQUAL}
+    ahead = {name: 1 / cost for name, cost in costs.items() if cost < 1 / EQUAL}
+    return [gain, f"{_mean(costs):.3g} ×", _at(behind, len(costs)), _at(ahead, len(costs))]
 
 
 def _at(some: Ratios, count: int) -> str:
-    """How many of all calls, and which of them; of many the farthest."""
-    farthest = sorted(some, key=lambda name: -some[name])
-    named = ", ".join(f"{name} ({some[name]:.3g} ×)" for name in farthest[: NAMED if len(some) <= NAMED else 2])
+    """How many of all calls, and the farthest of them."""
+    if not some:
+        return "nowhere"
+    farthest = max(some, key=lambda name: some[name])
     share = f"at all {count}" if len(some) == count else f"at {len(some)} of {count}"
-    return f"{share}: {named}" if len(some) <= NAMED else f"{share}, most of all {named}"
+    return f"{share}, most by {some[farthest]:.3g} × at {farthest}"
 
 
 def _mean(of: Ratios) -> float:

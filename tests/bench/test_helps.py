@@ -30,35 +30,30 @@ def test_ratios_are_of_every_call_of_the_sweep_and_the_best_by_hand():
 @pytest.mark.parametrize(
     ("gains", "costs", "said"),
     [
-        ({}, {}, ""),
-        (
-            {"a": 2.0, "b": 8.0},
-            {"a": 1.02, "b": 0.98},
-            "4 × as fast as the formula call by call, behind it at none of 2; 1 × the time of the best by hand, "
-            "even at all 2.",
-        ),
+        ({}, {}, []),
+        ({"a": 2.0, "b": 8.0}, {"a": 1.02, "b": 0.98}, ["4 ×", "1 ×", "nowhere", "nowhere"]),
         (
             {"a": 0.5, "b": 2.0},
             {"a": 4.0, "b": 0.25},
-            "1 × as fast as the formula call by call, behind it at 1 of 2: a (2 ×); 1 × the time of the best by "
-            "hand, behind at 1 of 2: a (4 ×), ahead at 1 of 2: b (4 ×).",
+            [
+                *("1 ×, slower at 1 of 2, most by 2 × at a", "1 ×"),
+                *("at 1 of 2, most by 4 × at a", "at 1 of 2, most by 4 × at b"),
+            ],
         ),
         (
             {},
             {name: 2.0 + 0.5 * place for place, name in enumerate("abcde")},
-            "2.91 × the time of the best by hand, behind at all 5, most of all e (4 ×), d (3.5 ×).",
+            ["–", "2.91 ×", "at all 5, most by 4 × at e", "nowhere"],
         ),
     ],
-)
-def test_a_sentence_has_means_and_names_the_calls(gains, costs, said):
+)  # fmt: skip
+def test_cells_have_means_and_the_farthest_call(gains, costs, said):
     assert helps.judged(gains, costs) == said
 
 
 def test_the_block_has_a_line_a_compiler_and_pass():
     written = helps.write(Path("gpu.jsonl"), at("8x8", 100, 50, 40))
-    assert written.splitlines()[2:] == [
-        "- **gelu**",
-        "    - torch.compile, forward: 2 × as fast as the formula call by call, behind it at none of 1; "
-        "1.25 × the time of the best by hand, behind at all 1: 8x8 (1.25 ×).",
+    assert written.splitlines()[4:] == [
+        "| **gelu** | forward | torch.compile | 2 × | 1.25 × | at all 1, most by 1.25 × at 8x8 | nowhere |"
     ]
     assert helps.write(Path("gpu.jsonl"), []) == ""
