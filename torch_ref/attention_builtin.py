@@ -132,10 +132,12 @@ def builtin(
     scale = None if scale is None else float(scale)
     bias = None
     if is_causal == LOWER_RIGHT:
-        is_causal = query.shape[-2] == key.shape[-2]
-        if not is_causal and query.is_cuda and not in_graph():
+        is_causal = False
+        if query.shape[-2] == key.shape[-2]:  # a branch, because symbols compare to a symbol
+            is_causal = True
+        elif query.is_cuda and not in_graph():
             bias = lower_right(query.shape[-2], key.shape[-2])
-        elif not is_causal:  # on a CPU, PyTorch makes this tensor of its object
+        else:  # on a CPU, PyTorch makes this tensor of its object
             attn_mask = _lower_right_tensor(query, key.shape[-2])
     if attn_mask is not None:
         if _takes_efficient(query, key, value):
