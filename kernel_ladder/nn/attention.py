@@ -13,12 +13,14 @@ from kernel_ladder.nn.backend import HasBackend, HasParts, only
 from kernel_ladder.nn.linear import Linear
 from kernel_ladder.nn.paged_cache import PagedKVCache, Places
 from kernel_ladder.nn.rotary import table_of
+from kernel_ladder.semantics.masks import NO_WINDOW, band, seen
 
 
 class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
     """:class:`torch.nn.MultiheadAttention` by :func:`kernel_ladder.linear` and :func:`kernel_ladder.attention`.
 
-    Attention weights are never in memory, so they are neither returned nor dropped.
+    Weights are computed for the caller alone, by their formula, as PyTorch does by default: pass
+    ``need_weights=False`` where they are not used. They are never dropped.
 
     Args:
         embed_dim, num_heads: width of queries and output, and heads that share it.
@@ -78,26 +80,27 @@ class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
         key: torch.Tensor,
         value: torch.Tensor,
         key_padding_mask: torch.Tensor | None = None,
-        need_weights: bool = False,
+        need_weights: bool = True,
         attn_mask: torch.Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[torch.Tensor, None]:
-        """Attend to `value`, as :meth:`torch.nn.MultiheadAttention.forward`, without the weights.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to `value`, as :meth:`torch.nn.MultiheadAttention.forward`.
 
         Args:
             query, key, value: ``(S, B, E)``, ``(B, S, E)`` if `batch_first`, or ``(S, E)``.
             key_padding_mask: ``(B, S_k)``, True where a key is hidden, or numbers that are added to scores.
-            need_weights: must be False.
+            need_weights: also return the weights, which costs a second product of queries and keys, and their memory.
             attn_mask: ``(S_q, S_k)`` or ``(B · num_heads, S_q, S_k)``, True where a key is hidden, or numbers that are
                 added to scores.
-            average_attn_weights: without meaning, as there are no weights.
+            average_attn_weights: return the mean of the heads' weights.
             is_causal: as a hint that `attn_mask` is causal, as in PyTorch; without a mask, query i sees keys 0 … i.
 
         Returns:
-            The output in the layout of `query`, and None for the weights.
+            The output in the layout of `query`, and the weights ``(B, S_q, S_k)``, or ``(B, num_heads, S_q, S_k)`` if
+            not averaged, without B for a query without it; None unless `need_weights`. A query that sees no key gives
+            zeros in both, where PyTorch gives NaN.
         """
-        only("MultiheadAttention", "need_weights", need_weights, False, "attention weights are never in memory")
         swap = query.dim() == 3 and not self.batch_first
         same = query is key and key is value
         if swap:
@@ -108,10 +111,14 @@ class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
             for x in self._project(query, key, value)
         )  # fmt: skip
         mask = _mask(attn_mask, key_padding_mask, q, k)
-        output = ops.attention(q, k, v, mask, is_causal=is_causal and mask is None, backend=self._backend)
+        is_causal = is_causal and mask is None
+        output = ops.attention(q, k, v, mask, is_causal=is_causal, backend=self._backend)
         output = output.transpose(-2, -3).flatten(-2)
         output = ops.linear(output, self.out_proj.weight, self.out_proj.bias, backend=self._backend)
-        return (output.transpose(0, 1) if swap else output), None
+        weights = _weights(q, k, mask, is_causal) if need_weights else None
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(-3)
+        return (output.transpose(0, 1) if swap else output), weights
 
     def extra_repr(self) -> str:
         return self._with_backend(f"{self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}")
@@ -136,6 +143,18 @@ def _mask(
         for m in masks
     ]
     return added[0] if len(added) == 1 else added[0] + added[1]
+
+
+def _weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
+    """The weights of every head, by their formula."""
+    if is_causal:
+        lengths = q.shape[-2], k.shape[-2]
+        mask = seen(*band(True, NO_WINDOW, *lengths), *lengths, q.device)
+    scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    sees_nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(sees_nothing, 0).softmax(-1).masked_fill(sees_nothing, 0)
 
 
 class KVCache:
