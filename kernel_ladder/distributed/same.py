@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -57,9 +58,16 @@ def check_same(caller: str, group: Any, device: torch.device, **of_call: Any) ->
     found.add(key)
 
 
+def _as_text(x: Any) -> str:
+    text = str(x).removeprefix("torch.")
+    if len(text) <= 120:
+        return text
+    return f"{text[:100]} … (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
 def _gathered(caller: str, group: Any, device: torch.device, of_call: dict[str, Any]) -> list[dict[str, str]]:
     """What each rank says of its call, as text."""
-    text = json.dumps({name: str(x).removeprefix("torch.") for name, x in of_call.items()}).encode()
+    text = json.dumps({name: _as_text(x) for name, x in of_call.items()}).encode()
     own = torch.frombuffer(bytearray(text.ljust(_WIDTH)), dtype=torch.uint8).to(device)
     every = [torch.empty_like(own) for _ in range(group.size())]
     try:

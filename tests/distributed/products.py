@@ -77,6 +77,11 @@ def check_ranks_that_differ() -> None:
         rf"ring_attention_varlen: the heads of argument `query` {other} \(2, 16\), rank 0 has \(2, 8\)": (
             lambda: ring_attention_varlen(*[packed[0]] * 3, packed[1], backend="torch")
         ),
+        rf"ring_attention_varlen: the offsets of argument `cu_seqlens` {other} \(0, 4, 8\), rank 0 has \(0, 4\)": (
+            lambda: ring_attention_varlen(
+                *[torch.zeros(2 + 2 * rank, 2, 8)] * 3, torch.arange(0, 5 + 4 * rank, 4, dtype=torch.int32)
+            )
+        ),
         rf"all_gather_matmul: the shape of argument `input` {other} \(5, 3\), rank 0 has \(4, 3\)": (
             lambda: all_gather_matmul(x, x[:3].mT[:, :2], backend="torch")
         ),
