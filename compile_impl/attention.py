@@ -15,7 +15,8 @@ from compile_impl import ROUNDED, Forward, register
 from kernel_ladder.semantics import philox
 from kernel_ladder.spec import Output
 from torch_ref.attention import naive
-from torch_ref.attention_builtin import builtin, unsupported
+from torch_ref.attention_builtin import builtin, lower_right_faults
+from torch_ref.attention_builtin import unsupported as builtin_unsupported
 
 
 def _formula(
@@ -41,6 +42,10 @@ def _with_seed(run: Forward) -> Forward:
         return run(query, key, value, attn_mask, seed, **options)
 
     return forward
+
+
+def unsupported(*inputs: torch.Tensor, **options: Any) -> str | None:
+    return builtin_unsupported(*inputs, **options) or lower_right_faults(*inputs, **options)
 
 
 register(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from kernel_ladder import gpu
 from kernel_ladder.semantics.deterministic import refusal as refused_as_not_deterministic
-from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW
+from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW, seen
 from kernel_ladder.semantics.strides import gradients_in_layout_of
 from kernel_ladder.tracing import in_graph, wants_gradient
 from kernel_ladder.transforms import under_vmap
@@ -43,6 +43,14 @@ def lower_right(seqlen_q: int, seqlen_k: int) -> torch.Tensor | None:
     from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes seconds
 
     return causal_lower_right(seqlen_q, seqlen_k)
+
+
+def _lower_right_tensor(query: torch.Tensor, seqlen_k: int) -> torch.Tensor | None:
+    """The same mask as a boolean tensor, which a graph can hold, or None if it hides nothing."""
+    seqlen_q = query.shape[-2]
+    if seqlen_q == 1:
+        return None
+    return seen(-seqlen_q, seqlen_k - seqlen_q, seqlen_q, seqlen_k, query.device)
 
 
 def _as_matrix(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -122,16 +130,23 @@ def builtin(
     assert window_size == NO_WINDOW
     assert not return_lse
     scale = None if scale is None else float(scale)
+    bias = None
     if is_causal == LOWER_RIGHT:
-        is_causal, attn_mask = False, lower_right(query.shape[-2], key.shape[-2])
-    elif attn_mask is not None:
+        is_causal = False
+        if query.shape[-2] == key.shape[-2]:  # a branch, because symbols compare to a symbol
+            is_causal = True
+        elif query.is_cuda and not in_graph():
+            bias = lower_right(query.shape[-2], key.shape[-2])
+        else:  # on a CPU, PyTorch makes this tensor of its object
+            attn_mask = _lower_right_tensor(query, key.shape[-2])
+    if attn_mask is not None:
         if _takes_efficient(query, key, value):
             return _efficient(query, key, value, attn_mask, scale)
         attn_mask = _as_matrix(attn_mask, query, key)
     if query.is_cuda:  # cuDNN fails on broadcast operands
         query, key, value = (x.contiguous() if _repeats(x) else x for x in (query, key, value))
     output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value, attn_mask if bias is None else bias, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return output if not query.is_cuda or in_graph() else _of_one_layout(output)
 
@@ -234,11 +249,17 @@ def _mask_faults(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
         # The backward recomputes the weights from a row's log-sum-exp. Beside the lowest number, the logarithm of the
         # sum rounds away. If only the mask needs a gradient, no log-sum-exp is saved.
         return "the gradients of PyTorch's fused attention are wrong where an additive mask holds large numbers"
+    return _tensor_faults(mask.shape[-3:-1], *inputs)
+
+
+def _tensor_faults(rows: Sequence[int], *inputs: torch.Tensor) -> str | None:
+    """Why PyTorch's fused attention does not take a mask of `rows` (heads and queries) for these inputs, or None."""
+    query, key = inputs[:2]
     if not query.is_cuda:
         return None
     if under_vmap(*inputs):
         return "PyTorch's fused attention takes no mask under torch.func.vmap"
-    places = math.prod(mask.shape[-3:-1]) * _rounded_up(key.shape[-2], 8)
+    places = math.prod(rows) * _rounded_up(key.shape[-2], 8)
     if places >= MAX_PLACES and query.dtype != torch.float64:
         return f"PyTorch's fused attention counts places of a mask to {MAX_PLACES}, got {places}"
     return None
@@ -254,6 +275,15 @@ def _heads_too_far(*inputs: torch.Tensor) -> str | None:
     return None
 
 
+def lower_right_faults(*inputs: torch.Tensor, is_causal: bool | str, **_: object) -> str | None:
+    """Why PyTorch's attention does not take the lower-right causal mask as a tensor, or None."""
+    query, key = inputs[:2]
+    lengths = query.shape[-2], key.shape[-2]
+    if is_causal != LOWER_RIGHT or lengths[0] in (1, lengths[1]):
+        return None
+    return _tensor_faults(lengths[:1], *inputs)
+
+
 def unsupported(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -267,6 +297,8 @@ def unsupported(
     if efficient and (reason := _heads_too_far(query, key, value)) is not None:
         return reason
     reason = _other_options(attn_mask, (query.shape[-2], key.shape[-2]), **options)
+    if reason is None and in_graph():
+        reason = lower_right_faults(query, key, value, **options)
     return reason or _scale_faults(query, options.get("scale")) or faults(query, key, value)
 
 

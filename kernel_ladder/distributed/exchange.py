@@ -13,6 +13,18 @@ from kernel_ladder.distributed import peer_copy
 from kernel_ladder.distributed.peer_copy import DirectCopies, PeerCopies
 
 
+def _neighbours(group: Any) -> tuple[int, int]:
+    """The next rank of a group and the one before, as ranks of all processes."""
+    rank, size = group.rank(), group.size()
+    return dist.get_global_rank(group, (rank + 1) % size), dist.get_global_rank(group, (rank - 1) % size)
+
+
+def lost_neighbour(caller: str, group: Any) -> str:
+    """What a call says where another rank is gone."""
+    following, before = _neighbours(group)
+    return f"{caller}: rank {group.rank()} of {group.size()} lost a neighbour (rank {before} or {following})"
+
+
 class Messages:
     """Hops of tensors around the ring of a group, one at a time, by the process group's own messages (NCCL, gloo).
 
@@ -22,9 +34,9 @@ class Messages:
     """
 
     def __init__(self, caller: str, group: Any) -> None:
-        self._group, rank, size = group, group.rank(), group.size()
-        self._following, self._before = (dist.get_global_rank(group, (rank + hop) % size) for hop in (1, -1))
-        self._lost = f"{caller}: rank {rank} of {size} lost a neighbour (rank {self._before} or {self._following})"
+        self._group = group
+        self._following, self._before = _neighbours(group)
+        self._lost = lost_neighbour(caller, group)
         self._works: list[Any] = []
 
     def send(self, *outgoing: torch.Tensor) -> None:

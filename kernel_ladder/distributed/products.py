@@ -19,6 +19,7 @@ import torch.distributed as dist
 from kernel_ladder import ops
 from kernel_ladder.distributed.exchange import check_group, direct, exchange, gather
 from kernel_ladder.distributed.peer_copy import guarded
+from kernel_ladder.distributed.same import check_same
 from kernel_ladder.distributed.sums import sum_parts
 from kernel_ladder.spec import check_tensors
 
@@ -155,10 +156,13 @@ def all_gather_matmul(
         :func:`matmul_reduce_scatter`.
 
     Raises:
-        ValueError, TypeError: operands that do not fit, or a `group` without this process. RuntimeError: no process
+        ValueError, TypeError: operands that do not fit, or a `group` without this process. ValueError, on every rank:
+            operands that do not fit another rank's, found in the first call with their shapes. RuntimeError: no process
             group, or a neighbour that is gone.
     """
     _check("all_gather_matmul", group, input, other)
+    of_input = tuple(input.shape)
+    check_same("all_gather_matmul", group, input.device, shape_of_input=of_input, dtype_of_input=input.dtype)
     return _AllGatherMatmul.apply(group, backend, input, other)
 
 
@@ -178,7 +182,8 @@ def matmul_reduce_scatter(
         rounds once; by messages each of the n − 1 additions rounds. Differentiable once.
 
     Raises:
-        ValueError, TypeError: operands that do not fit, or a `group` without this process. RuntimeError: no process
+        ValueError, TypeError: operands that do not fit, or a `group` without this process. ValueError, on every rank:
+            operands that do not fit another rank's, found in the first call with their shapes. RuntimeError: no process
             group, or a neighbour that is gone.
     """
     _check("matmul_reduce_scatter", group, input, other)
@@ -187,4 +192,8 @@ def matmul_reduce_scatter(
         raise ValueError(
             f"matmul_reduce_scatter: the rows of `input` must be a multiple of the {size} ranks, got {input.shape[0]}"
         )
+    check_same(
+        "matmul_reduce_scatter", group, input.device, rows_of_input=input.shape[0], columns_of_other=other.shape[1],
+        dtype_of_input=input.dtype,
+    )  # fmt: skip
     return _MatmulReduceScatter.apply(group, backend, input, other)

@@ -24,6 +24,7 @@ from kernel_ladder import autocast, ops, selection, table
 from kernel_ladder.distributed import steps
 from kernel_ladder.distributed.exchange import check_group, circulate
 from kernel_ladder.distributed.peer_copy import guarded
+from kernel_ladder.distributed.same import check_same
 from kernel_ladder.distributed.sequence import check_layout, chunks_of
 from kernel_ladder.ops.calls import as_number
 from kernel_ladder.semantics.masks import NO_WINDOW
@@ -190,7 +191,8 @@ def ring_attention(
 
     Raises:
         ValueError, TypeError: shapes or options that do not fit, or a `group` without this process; raised before
-            anything is sent. RuntimeError: no process group, or a neighbour that is gone.
+            anything is sent. ValueError, on every rank: shapes, a dtype or a mask that another rank has not. It is
+            found in the first call with such operands. RuntimeError: no process group, or a neighbour that is gone.
 
     Source: Liu et al., Ring Attention, arXiv:2310.01889; zigzag: Zhu, ring-flash-attention.
     """
@@ -226,6 +228,11 @@ def ring_attention(
         inputs = query[..., block.queries, :], key[..., block.keys, :], value[..., block.keys, :]
         table.spec("attention").check(*inputs, **ring.options_of(block))
         selection.resolve("attention", backend, inputs, ring.options_of(block))
+    check_same(
+        op, group, query.device, shape_of_query=tuple(query.shape), shape_of_key=tuple(key.shape),
+        shape_of_value=tuple(value.shape), dtype_of_query=query.dtype, is_causal=is_causal, layout=layout,
+        window_size=window,
+    )  # fmt: skip
     passes = [functools.partial(guarded, op, group, each, ring) for each in (_forward, _backward)]
     output, lse = steps.Around.apply(*passes, query, key, value)
     return (output, lse) if return_lse else output

@@ -26,6 +26,7 @@ from kernel_ladder.distributed import steps
 from kernel_ladder.distributed.exchange import check_group, circulate
 from kernel_ladder.distributed.packed import check_rows, cut_of, offsets_of, padded
 from kernel_ladder.distributed.peer_copy import guarded
+from kernel_ladder.distributed.same import check_same
 from kernel_ladder.ops.calls import as_number
 from kernel_ladder.semantics.masks import NO_WINDOW
 from kernel_ladder.spec import check_tensors
@@ -227,6 +228,13 @@ def ring_attention_varlen(
         check_rows(_OP, name, x.shape[0], cut_of(sequences, size), rank)
     plan, factor = _plan(sequences, rank, size, is_causal), None if scale is None else as_number(scale)
     ring = _ring(group, plan, **tensors, backend=backend, scale=factor, enable_gqa=enable_gqa)
+    # Offsets change with every batch. On a GPU each would be a new call, for which the ranks wait.
+    offsets = {"offsets_of_cu_seqlens": sequences} if query.device.type == "cpu" else {}
+    check_same(
+        _OP, group, query.device, heads_of_query=tuple(query.shape[1:]), heads_of_key=tuple(key.shape[1:]),
+        heads_of_value=tuple(value.shape[1:]), dtype_of_query=query.dtype, is_causal=is_causal,
+        **offsets,
+    )  # fmt: skip
     passes = [functools.partial(guarded, _OP, group, *each) for each in ((_forward, ring, backend), (_backward, ring))]
     output, lse = steps.Around.apply(*passes, query, key, value)
     return (output, lse) if return_lse else output

@@ -11,7 +11,7 @@ from kernel_ladder.nn.dropout import Dropout
 from kernel_ladder.nn.linear import GELU, Linear
 from kernel_ladder.nn.mlp import GeluMLP, SwigluMLP
 from kernel_ladder.nn.norms import LayerNorm, RMSNorm
-from kernel_ladder.nn.paged_cache import PagedKVCache
+from kernel_ladder.nn.paged_cache import PagedKVCache, Places
 
 __all__ = [
     "GELU",
@@ -24,6 +24,7 @@ __all__ = [
     "Linear",
     "MultiheadAttention",
     "PagedKVCache",
+    "Places",
     "RMSNorm",
     "SwigluMLP",
 ]

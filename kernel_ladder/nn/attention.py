@@ -11,14 +11,16 @@ import torch
 from kernel_ladder import ops
 from kernel_ladder.nn.backend import HasBackend, HasParts, only
 from kernel_ladder.nn.linear import Linear
-from kernel_ladder.nn.paged_cache import PagedKVCache
+from kernel_ladder.nn.paged_cache import PagedKVCache, Places
 from kernel_ladder.nn.rotary import table_of
+from kernel_ladder.semantics.masks import NO_WINDOW, band, seen
 
 
 class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
     """:class:`torch.nn.MultiheadAttention` by :func:`kernel_ladder.linear` and :func:`kernel_ladder.attention`.
 
-    Attention weights are never in memory, so they are neither returned nor dropped.
+    Weights are computed for the caller alone, by their formula, as PyTorch does by default: pass
+    ``need_weights=False`` where they are not used. They are never dropped.
 
     Args:
         embed_dim, num_heads: width of queries and output, and heads that share it.
@@ -81,26 +83,27 @@ class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
         key: torch.Tensor,
         value: torch.Tensor,
         key_padding_mask: torch.Tensor | None = None,
-        need_weights: bool = False,
+        need_weights: bool = True,
         attn_mask: torch.Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[torch.Tensor, None]:
-        """Attend to `value`, as :meth:`torch.nn.MultiheadAttention.forward`, without the weights.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to `value`, as :meth:`torch.nn.MultiheadAttention.forward`.
 
         Args:
             query, key, value: ``(S, B, E)``, ``(B, S, E)`` if `batch_first`, or ``(S, E)``.
             key_padding_mask: ``(B, S_k)``, True where a key is hidden, or numbers that are added to scores.
-            need_weights: must be False.
+            need_weights: also return the weights, which costs a second product of queries and keys, and their memory.
             attn_mask: ``(S_q, S_k)`` or ``(B · num_heads, S_q, S_k)``, True where a key is hidden, or numbers that are
                 added to scores.
-            average_attn_weights: without meaning, as there are no weights.
+            average_attn_weights: return the mean of the heads' weights.
             is_causal: as a hint that `attn_mask` is causal, as in PyTorch; without a mask, query i sees keys 0 … i.
 
         Returns:
-            The output in the layout of `query`, and None for the weights.
+            The output in the layout of `query`, and the weights ``(B, S_q, S_k)``, or ``(B, num_heads, S_q, S_k)`` if
+            not averaged, without B for a query without it; None unless `need_weights`. A query that sees no key gives
+            zeros in both, where PyTorch gives NaN.
         """
-        only("MultiheadAttention", "need_weights", need_weights, False, "attention weights are never in memory")
         swap = query.dim() == 3 and not self.batch_first
         same = query is key and key is value
         if swap:
@@ -111,10 +114,14 @@ class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
             for x in self._project(query, key, value)
         )  # fmt: skip
         mask = _mask(attn_mask, key_padding_mask, q, k)
-        output = self._attend(q, k, v, mask, is_causal and mask is None)
+        is_causal = is_causal and mask is None
+        output = self._attend(q, k, v, mask, is_causal)
         output = output.transpose(-2, -3).flatten(-2)
         output = ops.linear(output, self.out_proj.weight, self.out_proj.bias, backend=self._backend)
-        return (output.transpose(0, 1) if swap else output), None
+        weights = _weights(q, k, mask, is_causal) if need_weights else None
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(-3)
+        return (output.transpose(0, 1) if swap else output), weights
 
     def extra_repr(self) -> str:
         return self._with_backend(f"{self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}")
@@ -139,6 +146,18 @@ def _mask(
         for m in masks
     ]
     return added[0] if len(added) == 1 else added[0] + added[1]
+
+
+def _weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
+    """The weights of every head, by their formula."""
+    if is_causal:
+        lengths = q.shape[-2], k.shape[-2]
+        mask = seen(*band(True, NO_WINDOW, *lengths), *lengths, q.device)
+    scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    sees_nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(sees_nothing, 0).softmax(-1).masked_fill(sees_nothing, 0)
 
 
 class KVCache:
@@ -276,26 +295,24 @@ class GroupedQueryAttention(HasParts):
         return table_of(self.rope_theta, self.head_dim, self.max_position_embeddings, self.k_proj.weight.device)
 
     def _rotated(
-        self, q: torch.Tensor, k: torch.Tensor, cache: KVCache | PagedKVCache | None, sequences: tuple[int, ...]
+        self, q: torch.Tensor, k: torch.Tensor, offset: int, offsets: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys, rotated by the angles of their positions. `sequences`: of a paged cache."""
+        """Queries and keys, rotated by the angles of their positions, as :func:`kernel_ladder.rope` counts them."""
         if self.rope_theta is None:
             return q, k
         if self._freqs_cis is None or self._freqs_cis.device != k.device:  # parameters assigned from elsewhere
             self._freqs_cis = self._table()
-        offset = cache.length if isinstance(cache, KVCache) else 0
-        longest, offsets = offset, None
-        if isinstance(cache, PagedKVCache):
-            longest = max((cache.length(s) for s in sequences), default=0)
-            offsets = cache.lengths(sequences) if longest else None
-        if longest + k.shape[-2] > self.max_position_embeddings:
-            raise ValueError(
-                f"GroupedQueryAttention: {longest + k.shape[-2]} tokens of a sequence do not fit in the "
-                f"{self.max_position_embeddings} positions of `max_position_embeddings`"
-            )
         table: Any = self._freqs_cis
         q, k = (ops.rope(x, table, offsets, offset=offset, backend=self._backend) for x in (q, k))
         return q, k
+
+    def _check_positions(self, tokens: int) -> None:
+        """Raise ValueError unless a sequence of so many tokens fits in the table of angles."""
+        if self.rope_theta is not None and tokens > self.max_position_embeddings:
+            raise ValueError(
+                f"GroupedQueryAttention: {tokens} tokens of a sequence do not fit in the "
+                f"{self.max_position_embeddings} positions of `max_position_embeddings`"
+            )
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -306,6 +323,7 @@ class GroupedQueryAttention(HasParts):
         cache: KVCache | PagedKVCache | None = None,
         sequences: Sequence[int] | None = None,
         batch_invariant: bool = False,
+        places: Places | None = None,
     ) -> torch.Tensor:
         """Attend from each token of `x`, ``(B, S, E)``, to those up to it, and to those in `cache`, which grows.
 
@@ -314,22 +332,35 @@ class GroupedQueryAttention(HasParts):
             cache: keys and values of the tokens before.
             sequences: of a paged cache, the B sequences of `x`; None is all that are there.
             batch_invariant: of a paged cache, see :func:`kernel_ladder.attention_paged`.
+            places: of a paged cache, what its ``reserve(S, sequences)`` returned: then `sequences` is None here. Inside
+                ``torch.compile`` pass it as an argument: without it, each call leaves the graph to make the tables.
         """
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         window = (-1, -1) if self.window_size is None else (self.window_size, -1)
         if isinstance(cache, PagedKVCache):
-            chosen = cache.check(k, v, sequences)
-            q, k = self._rotated(q, k, cache, chosen)
-            places = cache.update(k, v, chosen)
+            if places is None:
+                places, offsets = self._placed(k, v, cache, sequences)
+            elif sequences is not None:
+                raise ValueError("GroupedQueryAttention: argument `sequences` must be None where `places` is given")
+            else:
+                cache.check_shapes(k, v, places.cache_seqlens.shape[0])
+                offsets = places.cache_seqlens
+            q, k = self._rotated(q, k, 0 if offsets is None else -k.shape[-2], offsets)
+            cache.write(k, v, places)
             output = ops.attention_paged(
-                q, cache.keys, cache.values, *places, is_causal=True, window_size=window,
-                enable_gqa=self.num_kv_heads != self.num_heads, batch_invariant=batch_invariant, backend=self._backend,
+                q, cache.keys, cache.values, places.block_table, places.cache_seqlens, is_causal=True,
+                window_size=window, enable_gqa=self.num_kv_heads != self.num_heads, batch_invariant=batch_invariant,
+                backend=self._backend,
             )  # fmt: skip
             return self.o_proj(output.transpose(1, 2).flatten(-2))
-        for name, given, none in (("sequences", sequences, None), ("batch_invariant", batch_invariant, False)):
+        for name, given, none in (
+            ("sequences", sequences, None), ("batch_invariant", batch_invariant, False), ("places", places, None)
+        ):  # fmt: skip
             if given is not none:
                 raise ValueError(f"GroupedQueryAttention: argument `{name}` goes with a PagedKVCache alone")
-        q, k = self._rotated(q, k, cache, ())
+        before = 0 if cache is None else cache.length
+        self._check_positions(before + k.shape[-2])
+        q, k = self._rotated(q, k, before)
         if cache is not None:
             k, v = cache.update(k, v)
         causal: bool | str = "lower_right" if k.shape[-2] != q.shape[-2] else True
@@ -339,6 +370,22 @@ class GroupedQueryAttention(HasParts):
         )  # fmt: skip
         return self.o_proj(output.transpose(1, 2).flatten(-2))
 
+    def _placed(
+        self, k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, sequences: Sequence[int] | None
+    ) -> tuple[Places, torch.Tensor | None]:
+        """Where new tokens stand, and the lengths that count them; None for the latter where all sequences begin."""
+        chosen = cache.check(k, v, sequences)
+        longest = max((cache.length(s) for s in chosen), default=0)
+        self._check_positions(longest + k.shape[-2])
+        places = cache.reserve(k.shape[-2], chosen)
+        return places, places.cache_seqlens if longest else None
+
+    # torch.compile calls it outside of the graph. The decorator for that imports the compiler, which takes seconds.
+    _placed._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _placed._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "the tables of a PagedKVCache are made on the host: pass `places=cache.reserve(...)` to the compiled step"
+    )
+
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for this layer, with its device and dtype."""
         w = self.k_proj.weight
@@ -347,7 +394,8 @@ class GroupedQueryAttention(HasParts):
     def new_paged_cache(self, num_pages: int, page_size: int = 16) -> PagedKVCache:
         """An empty cache in pages for this layer, with its device and dtype, and without sequences."""
         w = self.k_proj.weight
-        return PagedKVCache(num_pages, page_size, self.num_kv_heads, self.head_dim, w.device, w.dtype)
+        longest = None if self.rope_theta is None else self.max_position_embeddings
+        return PagedKVCache(num_pages, page_size, self.num_kv_heads, self.head_dim, w.device, w.dtype, longest)
 
     def extra_repr(self) -> str:
         heads = f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

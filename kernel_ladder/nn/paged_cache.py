@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class Places(NamedTuple):
+    """Where S new tokens of B sequences stand in a :class:`PagedKVCache`: tensors alone, for a compiled step.
+
+    Attributes:
+        rows: ``(B · S,)``, int64, of each new token among all ``num_pages · page_size``.
+        block_table: ``(B, max_pages)``, int32, as :func:`kernel_ladder.attention_paged` takes it.
+        cache_seqlens: ``(B,)``, int32, tokens of each sequence, the new ones included.
+    """
+
+    rows: torch.Tensor
+    block_table: torch.Tensor
+    cache_seqlens: torch.Tensor
 
 
 class PagedKVCache:
     """Keys and values of many sequences in memory allocated once: ``(num_pages, page_size, H_kv, D)`` each.
 
     A sequence takes pages as it grows, and gives them back when it ends. No other sequence moves. The tables are made
-    on the host, so the cache is for inference outside of ``torch.compile``.
+    on the host: call :meth:`reserve` outside of ``torch.compile``, and pass what it returns to the compiled step.
 
     Args:
         num_pages, page_size: pages, and tokens of one page.
         num_kv_heads, head_dim: sizes of a token.
         device, dtype: of the memory.
+        max_length: tokens of a sequence at most; None is as many as pages hold.
 
     Attributes:
         keys, values: the memory, as ``key_cache`` and ``value_cache`` of :func:`kernel_ladder.attention_paged`.
@@ -33,9 +48,10 @@ class PagedKVCache:
         head_dim: int,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        max_length: int | None = None,
     ) -> None:
-        for name, size in (("num_pages", num_pages), ("page_size", page_size)):
-            if size < 1:
+        for name, size in (("num_pages", num_pages), ("page_size", page_size), ("max_length", max_length)):
+            if size is not None and size < 1:
                 raise ValueError(f"PagedKVCache: argument `{name}` must be 1 or more, got {size}")
         shape = (num_pages, page_size, num_kv_heads, head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
@@ -44,6 +60,7 @@ class PagedKVCache:
         self._pages: dict[int, list[int]] = {}  # of each sequence, in the order of its tokens
         self._lengths: dict[int, int] = {}
         self._number = 0
+        self.max_length = max_length
 
     @property
     def page_size(self) -> int:
@@ -90,8 +107,10 @@ class PagedKVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append as many tokens to each of some sequences, and return where all of theirs are.
 
+        It is :meth:`reserve`, then :meth:`write`.
+
         Args:
-            key, value: ``(B, H_kv, S, D)``, S new tokens of B sequences.
+            key, value: ``(B, H_kv, S, D)``, S new tokens of B sequences, converted to the cache's dtype.
             sequences: the B sequences of the batch; None is all that are there, in the order of `sequences`.
 
         Returns:
@@ -99,30 +118,52 @@ class PagedKVCache:
             :func:`kernel_ladder.attention_paged`.
 
         Raises:
-            ValueError: shapes do not fit, a sequence is not there or named twice, or too few pages are free. Then
-                nothing is changed.
+            ValueError: shapes do not fit, a sequence is not there or named twice, a sequence would be longer than
+                `max_length`, or too few pages are free. Then nothing is changed.
         """
-        chosen = self.check(key, value, sequences)
-        new, size = key.shape[2], self.page_size
+        places = self.reserve(key.shape[2], self.check(key, value, sequences))
+        self.write(key, value, places)
+        return places.block_table, places.cache_seqlens
+
+    def reserve(self, new: int, sequences: Sequence[int] | None = None) -> Places:
+        """Give pages to `new` more tokens of each of some sequences, and return where they stand.
+
+        The host does all of it, and makes three small tensors. What it returns are arguments of a compiled step, which
+        then compiles once for a number of tokens, and once more for any number of pages.
+
+        Raises:
+            ValueError: as :meth:`update`; then nothing is changed.
+        """
+        chosen, size = self._chosen(sequences), self.page_size
         lengths = [self._lengths[s] + new for s in chosen]
+        if self.max_length is not None and max(lengths, default=0) > self.max_length:
+            raise ValueError(
+                f"PagedKVCache: {max(lengths)} tokens of a sequence are more than `max_length`, {self.max_length}"
+            )
         missing = [-(-n // size) - len(self._pages[s]) for s, n in zip(chosen, lengths, strict=True)]
         if (needed := sum(missing)) > self.free_pages:
             raise ValueError(
                 f"PagedKVCache: {new} more tokens of {len(chosen)} sequences need {needed} pages, and "
                 f"{self.free_pages} of {self.keys.shape[0]} are free: free a sequence, or make `num_pages` larger"
             )
-        rows: list[int] = []  # in the memory of all pages, of each new token
+        rows: list[int] = []
         for s, n, pages in zip(chosen, lengths, missing, strict=True):
             self._pages[s] += [self._free.pop() for _ in range(pages)]
             rows += [self._pages[s][i // size] * size + i % size for i in range(n - new, n)]
             self._lengths[s] = n
-        places = torch.tensor(rows, dtype=torch.int64, device=self.keys.device)
-        for memory, x in ((self.keys, key), (self.values, value)):
-            memory.flatten(0, 1).index_copy_(0, places, x.transpose(1, 2).flatten(0, 1))
         columns = max((len(self._pages[s]) for s in chosen), default=0)
         table = [self._pages[s] + [0] * (columns - len(self._pages[s])) for s in chosen]
-        block_table = torch.tensor(table, dtype=torch.int32, device=self.keys.device).view(len(chosen), columns)
-        return block_table, torch.tensor(lengths, dtype=torch.int32, device=self.keys.device)
+        device = self.keys.device
+        return Places(
+            torch.tensor(rows, dtype=torch.int64, device=device),
+            torch.tensor(table, dtype=torch.int32, device=device).view(len(chosen), columns),
+            torch.tensor(lengths, dtype=torch.int32, device=device),
+        )
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, places: Places) -> None:
+        """Store keys and values, ``(B, H_kv, S, D)``, at places that :meth:`reserve` gave, in the cache's dtype."""
+        for memory, x in ((self.keys, key), (self.values, value)):
+            memory.flatten(0, 1).index_copy_(0, places.rows, x.transpose(1, 2).flatten(0, 1).to(memory.dtype))
 
     def _known(self, sequence: int) -> int:
         if sequence not in self._lengths:
@@ -131,18 +172,26 @@ class PagedKVCache:
         return sequence
 
     def check(self, key: torch.Tensor, value: torch.Tensor, sequences: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The sequences that :meth:`update` would append to. It raises as that does, except for pages that lack."""
+        """The sequences that :meth:`update` would append to. It raises as that does, except for too many tokens."""
+        chosen = self._chosen(sequences)
+        self.check_shapes(key, value, len(chosen))
+        return chosen
+
+    def check_shapes(self, key: torch.Tensor, value: torch.Tensor, batch: int) -> None:
+        """Raise ValueError unless keys and values are new tokens of `batch` sequences."""
+        _, _, heads, head_dim = self.keys.shape
+        for name, x in (("key", key), ("value", value)):
+            of_token = x.dim() == 4 and (x.shape[1], x.shape[3]) == (heads, head_dim)
+            if not of_token or x.shape[0] != batch or x.shape != key.shape:
+                raise ValueError(
+                    f"PagedKVCache: argument `{name}` must have shape (B, H_kv, S, D) = ({batch}, {heads}, S, "
+                    f"{head_dim}) for {batch} sequences, got {tuple(x.shape)}"
+                )
+
+    def _chosen(self, sequences: Sequence[int] | None) -> tuple[int, ...]:
         chosen = self.sequences if sequences is None else tuple(sequences)
         for sequence in chosen:
             self._known(sequence)
         if len(set(chosen)) != len(chosen):
             raise ValueError(f"PagedKVCache: argument `sequences` must name each sequence once, got {list(chosen)}")
-        _, _, heads, head_dim = self.keys.shape
-        for name, x in (("key", key), ("value", value)):
-            of_token = x.dim() == 4 and (x.shape[1], x.shape[3]) == (heads, head_dim)
-            if not of_token or x.shape[0] != len(chosen) or x.shape != key.shape:
-                raise ValueError(
-                    f"PagedKVCache: argument `{name}` must have shape (B, H_kv, S, D) = ({len(chosen)}, {heads}, S, "
-                    f"{head_dim}) for {len(chosen)} sequences, got {tuple(x.shape)}"
-                )
         return chosen

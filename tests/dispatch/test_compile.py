@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import kernel_ladder
-from kernel_ladder import table
-from kernel_ladder.spec import each
+from kernel_ladder import nn, table
+from kernel_ladder.spec import Case, each
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
@@ -20,6 +20,7 @@ from ..conftest import (
     every_variant,
     public,
     register_own_gelu,
+    skip_unless_available,
     skip_unless_it_runs,
     typical_case,
     variant_id,
@@ -80,6 +81,38 @@ def test_levels_and_default_inside_compile(op, backend):
     inputs = make_inputs(case, torch.float32, DEVICE)
     inside = torch.compile(lambda *x: public(op, x, case.options, backend=backend), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(inside(*inputs), public(op, inputs, case.options, backend=backend))
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (3, -1)], ids=["causal", "window"])
+@pytest.mark.parametrize("backend", ["torch", "auto", "compile", "triton"])
+def test_lower_right_of_unequal_lengths_inside_compile(backend, window):
+    """PyTorch's object for this mask is none that a graph can hold."""
+    if backend != "auto":
+        skip_unless_available("attention", backend)
+    options = {"is_causal": "lower_right", "enable_gqa": True, "window_size": window}
+    spec, case = kernel_ladder.spec("attention"), Case("", ((1, 4, 4, 16), (1, 2, 9, 16), (1, 2, 9, 16)), options)
+    inputs = make_inputs(case, torch.float32, DEVICE)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def inside(*inputs):
+        return kernel_ladder.attention(*inputs, **options, backend=backend)
+
+    result = agreement(spec, lambda *x, **_: inside(*x), inputs, options, make_grad(spec, inputs, options))
+    assert result.agrees, str(result)
+
+
+def test_compile_default_takes_a_key_value_cache(monkeypatch):
+    """Two tokens after three: fewer queries than keys, under a causal mask. Inductor adds seconds and nothing else."""
+    skip_unless_available("attention", "compile")
+    monkeypatch.setattr("compile_impl._Inductor", lambda *_: "aot_eager")
+    layer = nn.GroupedQueryAttention(16, 2, backend="torch", device=DEVICE)
+    x = torch.randn(1, 5, 16, device=DEVICE)
+    cache = layer.new_cache(1, 5)
+    with torch.no_grad():
+        expected = layer(x)[:, 3:]
+        layer(x[:, :3], cache)
+        layer.backend = "compile.default"
+        torch.testing.assert_close(layer(x[:, 3:], cache), expected)
 
 
 @pytest.mark.parametrize(

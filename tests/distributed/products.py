@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kernel_ladder.distributed import all_gather_matmul, matmul_reduce_scatter, ring_attention
+from kernel_ladder.distributed import all_gather_matmul, matmul_reduce_scatter, ring_attention, ring_attention_varlen
 
 
 def compare(backend: str, dtype: torch.dtype, tolerance: float, unit: int = 1, device: str = "cpu") -> None:
@@ -59,6 +59,45 @@ def compare(backend: str, dtype: torch.dtype, tolerance: float, unit: int = 1, d
         TypeError, match=r"matmul_reduce_scatter: arguments `input` and `other` must have the same dtype"
     ):
         matmul_reduce_scatter(torch.zeros(2, 3), torch.zeros(3, 2).half())
+
+
+def check_ranks_that_differ() -> None:
+    """Operands that do not fit another rank's end in the same error on every rank, and the group still works."""
+    rank = dist.get_rank()
+    q, x = torch.zeros(1, 2, 4 + 2 * rank, 8), torch.zeros(4 + rank, 3)
+    packed = torch.zeros(2, 2, 8 + 8 * rank), torch.tensor([0, 4], dtype=torch.int32)
+    other = r"must be the same on every rank: rank 1 has"
+    calls: dict[str, Callable[[], Any]] = {
+        rf"ring_attention: the shape of argument `query` {other} \(1, 2, 6, 8\), rank 0 has \(1, 2, 4, 8\)": (
+            lambda: ring_attention(q, q, q, backend="torch")
+        ),
+        rf"ring_attention: the `is_causal` {other} True, rank 0 has False": (
+            lambda: ring_attention(*[q[:, :, :4]] * 3, rank == 1, backend="torch")
+        ),
+        rf"ring_attention_varlen: the heads of argument `query` {other} \(2, 16\), rank 0 has \(2, 8\)": (
+            lambda: ring_attention_varlen(*[packed[0]] * 3, packed[1], backend="torch")
+        ),
+        rf"ring_attention_varlen: the offsets of argument `cu_seqlens` {other} \(0, 4, 8\), rank 0 has \(0, 4\)": (
+            lambda: ring_attention_varlen(
+                *[torch.zeros(2 + 2 * rank, 2, 8)] * 3, torch.arange(0, 5 + 4 * rank, 4, dtype=torch.int32)
+            )
+        ),
+        rf"all_gather_matmul: the shape of argument `input` {other} \(5, 3\), rank 0 has \(4, 3\)": (
+            lambda: all_gather_matmul(x, x[:3].mT[:, :2], backend="torch")
+        ),
+        rf"all_gather_matmul: the dtype of argument `input` {other} float64, rank 0 has float32": (
+            lambda: all_gather_matmul(*[torch.zeros(3, 3, dtype=torch.float64 if rank else torch.float32)] * 2)
+        ),
+        rf"matmul_reduce_scatter: the columns of argument `other` {other} 5, rank 0 has 4": (
+            lambda: matmul_reduce_scatter(x[:4], x.mT, backend="torch")
+        ),
+    }
+    for message, call in calls.items():
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                call()
+    rows = all_gather_matmul(x[:4] + 1, torch.eye(3), backend="torch")
+    assert torch.equal(rows, torch.ones(4 * dist.get_world_size(), 3))
 
 
 def a_rank_that_dies() -> None:

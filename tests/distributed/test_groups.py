@@ -134,6 +134,7 @@ def test_two_ranks(tmp_path):
         Check("products", products.compare, ("torch", torch.float64, 1e-10)),
         Check(f"products at the {level} level", products.compare, (level, torch.float32, 1e-4)),
         *by_copies(tmp_path),
+        Check("ranks that differ", products.check_ranks_that_differ),
         Check("a rank that dies", products.a_rank_that_dies),  # the last: the group is broken after it
     ]
     run(2, tmp_path, checks)

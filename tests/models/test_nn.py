@@ -171,9 +171,6 @@ def test_what_modules_do_not_take():
     ]:
         with pytest.raises(ValueError, match=message):
             make_wrong()
-    x = torch.randn(3, 2, 8)
-    with pytest.raises(ValueError, match="`need_weights` must be False, got True: attention weights are never in"):
-        nn.MultiheadAttention(8, 2)(x, x, x, need_weights=True)
 
 
 def test_dropout_follows_pytorchs_generator():
@@ -214,10 +211,32 @@ def test_multihead_attention(kind, mask, batch_first):
     ours = nn.MultiheadAttention(32, 2, batch_first=batch_first, backend="torch")
     ours.load_state_dict(plain.state_dict())
     x = torch.randn((2, 5, 32) if batch_first else (5, 2, 32))
-    expected = plain(x, x, x, need_weights=False, **mask)[0]
-    found, weights = ours(x, x, x, **mask)
-    assert weights is None
+    expected = plain(x, x, x, **mask)
+    found = ours(x, x, x, **mask)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    alone, weights = ours(x, x, x, need_weights=False, **mask)
+    assert weights is None
+    assert torch.equal(alone, found[0])
+
+
+def test_weights_of_each_head_and_their_gradients():
+    plain, ours = (make(32, 2, batch_first=True) for make in (torch.nn.MultiheadAttention, nn.MultiheadAttention))
+    ours.load_state_dict(plain.state_dict())
+    ours.backend = "torch"
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    hidden = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
+    of_output, of_weights = torch.randn(2, 5, 32), torch.randn(2, 2, 5, 5)
+    results = []
+    for layer, mask in ((plain, {"attn_mask": hidden}), (ours, {"attn_mask": hidden}), (ours, {})):
+        output, weights = layer(x, x, x, average_attn_weights=False, is_causal=True, **mask)
+        gradients = torch.autograd.grad((output * of_output).sum() + (weights * of_weights).sum(), x)
+        results.append((output, weights, *gradients))
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours(x[0], x[0], x[0])[1], ours(x, x, x)[1][0], rtol=1e-4, atol=1e-5)
+    output, weights = ours(x, x, x, attn_mask=torch.ones(5, 5, dtype=torch.bool))
+    assert not weights.any()
+    assert torch.autograd.grad(output.sum() + weights.sum(), x)[0].isfinite().all()
 
 
 def test_attention_to_another_sequence():

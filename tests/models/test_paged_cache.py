@@ -122,6 +122,46 @@ def test_a_sequence_goes_on_where_others_begin_and_end():
         assert (cache.sequences, cache.free_pages) == ((), free)
 
 
+@torch.no_grad()
+def test_a_cache_takes_what_autocast_makes():
+    """Keys and values in bfloat16 beside memory in float32."""
+    torch.manual_seed(4)
+    layer = nn.GroupedQueryAttention(32, 4, 2, rope_theta=1e4, device=DEVICE, backend="torch")
+    x = torch.randn(2, 9, 32, device=DEVICE)
+    expected, pages, contiguous = layer(x), layer.new_paged_cache(8, 4), layer.new_cache(2, 9)
+    assert (pages.add(), pages.add()) == (1, 2)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        found, other = (torch.cat([layer(part, cache) for part in x.split(5, 1)], 1) for cache in (pages, contiguous))
+    assert found.dtype == torch.bfloat16
+    assert (found - expected).norm() <= 2 * (other - expected).norm()
+
+
+@pytest.mark.usefixtures("forget_compiled")
+@pytest.mark.parametrize("of", ["pages", "contiguous"])
+@torch.no_grad()
+def test_decoding_compiles_twice(of):
+    """Once for the first token, and once for any number of tokens before it, without a graph break."""
+    layer = nn.GroupedQueryAttention(32, 4, 2, rope_theta=1e4, device=DEVICE, backend="torch")
+    x, graphs = torch.randn(2, 12, 32, device=DEVICE), []
+    cache = layer.new_cache(2, 12) if of == "contiguous" else layer.new_paged_cache(12, 2)
+    if of == "pages":
+        assert (cache.add(), cache.add()) == (1, 2)
+    found = [layer(x[:, :5], cache)]
+
+    def counted(graph, _):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=counted)
+    def step(x, cache, places):
+        return layer(x, cache, places=places)
+
+    for i in range(5, 12):
+        found.append(step(x[:, i : i + 1], cache, cache.reserve(1) if of == "pages" else None))
+    assert len(graphs) <= 2
+    torch.testing.assert_close(torch.cat(found, 1), layer(x))
+
+
 def test_pages_run_out_and_come_back():
     cache = nn.PagedKVCache(3, 4, 2, 8)
     one, two = cache.add(), cache.add()
@@ -153,7 +193,24 @@ def test_what_a_cache_does_not_take():
         (lambda: cache.update(x[:, :1], x), r"`key` must have shape .* \(1, 2, S, 8\) for 1 sequences, got \(1, 1, 1"),
         (lambda: cache.update(x, torch.zeros(1, 2, 2, 8)), r"`value` must have shape"),
         (lambda: nn.PagedKVCache(0, 4, 2, 8), "`num_pages` must be 1 or more, got 0"),
+        (lambda: nn.PagedKVCache(3, 4, 2, 8, max_length=0), "`max_length` must be 1 or more, got 0"),
         (lambda: nn.GroupedQueryAttention(8, 2)(torch.zeros(1, 1, 8), sequences=[1]), "goes with a PagedKVCache"),
     ):
         with pytest.raises(ValueError, match=message):
             wrong()
+
+
+def test_places_that_a_compiled_step_does_not_take():
+    layer = nn.GroupedQueryAttention(8, 2, rope_theta=1e4, max_position_embeddings=6)
+    cache = layer.new_paged_cache(3, 4)
+    cache.add()
+    x, places = torch.zeros(1, 1, 8), cache.reserve(1)
+    with pytest.raises(ValueError, match="7 tokens of a sequence are more than `max_length`, 6"):
+        cache.reserve(6)
+    assert cache.length(1) == 1
+    with pytest.raises(ValueError, match="`sequences` must be None where `places` is given"):
+        layer(x, cache, sequences=[1], places=places)
+    with pytest.raises(ValueError, match=r"`key` must have shape .* for 1 sequences, got \(2, 2, 1, 4\)"):
+        layer(x.expand(2, 1, 8), cache, places=places)
+    with pytest.raises(ValueError, match="`places` goes with a PagedKVCache alone"):
+        layer(x, places=places)
