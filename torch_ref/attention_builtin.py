@@ -12,7 +12,7 @@ from kernel_ladder import gpu
 from kernel_ladder.semantics.deterministic import refusal as refused_as_not_deterministic
 from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW, seen
 from kernel_ladder.semantics.strides import gradients_in_layout_of
-from kernel_ladder.tracing import in_graph, wants_gradient
+from kernel_ladder.tracing import concrete, in_graph, wants_gradient
 from kernel_ladder.transforms import under_vmap
 
 #: Most batches, or heads, in the grid of PyTorch's fused kernels.
@@ -203,14 +203,14 @@ def faults(*inputs: torch.Tensor) -> str | None:
     if query.dtype == torch.float64:
         return None
     for name, x in zip(("query", "key", "value"), inputs, strict=True):
-        # A torch.compile trace does not know a tensor's start address.
         unit = 16 // x.element_size()
         if x.shape[-1] % unit:
             continue  # PyTorch pads it into an aligned copy, or takes no fused kernel
         if x.is_contiguous() and not torch.compiler.is_compiling() and x.storage_offset() % unit == 0:
             continue  # the common case, and a quick check
         strides = zip(x.stride()[:-1], x.shape[:-1], strict=True)
-        aligned = torch.compiler.is_compiling() or x.storage_offset() % unit == 0
+        # A torch.compile trace knows where a view begins. Inductor copies inputs that begin elsewhere than its example.
+        aligned = concrete(x.storage_offset()) % unit == 0
         if not (aligned and all(s % unit == 0 for s, size in strides if size > 1)):
             return f"PyTorch's fused attention faults on rows that do not start on 16 bytes, as those of `{name}`"
     return _too_many(*inputs) if query.dim() == 4 else None

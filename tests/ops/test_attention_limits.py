@@ -10,6 +10,7 @@ from kernel_ladder import table
 from kernel_ladder.semantics.masks import LOWER_RIGHT
 from kernel_ladder.spec import Case, as_leaves
 from kernel_ladder.testing.samples import make_inputs
+from torch_ref import attention_builtin
 
 from ..conftest import DEVICE, needs_gpu, skip_unless_it_runs
 
@@ -99,6 +100,34 @@ def test_auto_gives_a_mask_its_gradient(dtype, of_query):
     )
     tolerance = 1e-4 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("compiling", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_rows_that_begin_off_16_bytes_are_refused(monkeypatch, offset, compiling):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    memory = torch.empty(2 * 2 * 5 * 16 + offset, dtype=torch.bfloat16)
+    reason = attention_builtin.faults(*[memory[offset:].view(2, 2, 5, 16).as_subclass(OnGpu)] * 3)
+    assert (reason is None) == (offset % 8 == 0)
+    assert reason is None or "rows that do not start on 16 bytes, as those of `query`" in reason
+
+
+@needs_gpu
+@pytest.mark.parametrize("offset", [1, 8])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_rows_that_begin_off_16_bytes_inside_compile(backend, offset):
+    memory = torch.randn(3, 2 * 2 * 64 * 64 + 8, device=DEVICE).bfloat16()
+    inputs = [x[offset:][: 2 * 2 * 64 * 64].view(2, 2, 64, 64) for x in memory]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: kernel_ladder.attention(*x, backend=backend), fullgraph=True)
+    expected = kernel_ladder.attention(*inputs, backend="torch.naive")
+    torch.testing.assert_close(compiled(*inputs), expected, rtol=0.02, atol=0.02)
 
 
 def in_layout(x: torch.Tensor, rows_first: bool) -> torch.Tensor:
