@@ -3,8 +3,8 @@
 formula          Product, softmax, product: Inductor fuses scale, mask and softmax between two matrix products. Where
                  its pattern matcher recognises the formula, it calls PyTorch's fused kernel instead.
 default          `scaled_dot_product_attention`: one call of a fused kernel, which the compiler leaves alone
-reduce_overhead  that call launched as a CUDA graph
-max_autotune     the same call; what is tuned is the copies around it
+reduce_overhead  `default` launched as a CUDA graph
+max_autotune     `default`, tuned: the copies around the call alone are
 """
 
 from typing import Any

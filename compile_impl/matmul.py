@@ -3,7 +3,7 @@
 formula          Inductor fuses the products of the naive formula with their sum, so that no product reaches memory. It
                  sees a reduction, not a matrix product: no shared-memory tiles, no tensor cores.
 default          `torch.matmul`: a call of cuBLAS, which the compiler leaves alone
-reduce_overhead  that call launched as a CUDA graph
+reduce_overhead  `default` launched as a CUDA graph
 max_autotune     Inductor's matrix-product templates in Triton timed against cuBLAS
 """
 

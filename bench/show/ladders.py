@@ -118,4 +118,4 @@ def _title(axes: Axes, op: str, bars: Sequence[tuple[Row, float]]) -> None:
         axes.text(x, 0.54, "■", color=COLOURS.get(level, OTHER), va="center")
         axes.text(x + 0.03, 0.54, level, color=TEXT, va="center")
         x += 0.05 + 0.015 * len(level)
-    axes.text(x, 0.54, "darker: higher on its ladder", color=TEXT, va="center")
+    axes.text(x, 0.54, "darker: later rungs", color=TEXT, va="center")
