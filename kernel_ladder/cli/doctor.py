@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kernel_ladder import table
+from kernel_ladder import selection, table
 from kernel_ladder._version import __version__
 from kernel_ladder.cli import ceilings, device, survey
 from kernel_ladder.cli.columns import Column, LeftOut, Line, fit, say
 from kernel_ladder.cli.listing import status
+from kernel_ladder.errors import BackendError, UnavailableError
 
 ENVIRONMENT = (
     "KERNEL_LADDER_BACKEND",
@@ -78,6 +79,8 @@ def print_facts(console: Console, found: dict[str, Any]) -> None:
         versions.add_row(labels.get(name, name), escape(value or missing.get(name, "not installed")))
     for name, value in found["environment"].items():
         versions.add_row(name, escape(value))
+        if name == table.ENV_BACKEND and (reason := _refused_backend()) is not None:
+            versions.add_row("", f"[yellow]{escape(reason)}[/]")
     console.print(versions)
 
     levels = section("levels")
@@ -93,6 +96,18 @@ def print_facts(console: Console, found: dict[str, Any]) -> None:
 
     _print_kernels(console, found)
     _print_summary(console, found)
+
+
+def _refused_backend() -> str | None:
+    """Why no operation takes the environment's backend, as the first of them says it, or None."""
+    reasons = []
+    for op in table.OPS:
+        try:
+            selection.check(op, None)
+            return None
+        except (BackendError, UnavailableError) as error:
+            reasons.append(str(error))
+    return reasons[0]
 
 
 #: Heading, field, and priority for being left out where there is no room.
