@@ -28,12 +28,14 @@ LINES = ("Idea", "Diff", "Prediction", "Measured", "Counters", "Verdict", "Limit
 Source = tuple[str, Mapping[tuple[str, ...], Counters]]
 #: How the names of rungs begin whose kernels a compiler writes.
 COMPILERS = ("compile.", "xla.")
-#: Levels whose rungs are steps that somebody wrote. PyTorch's functions stand in the table alone.
-CLIMBED = tuple(level for level in LEVELS if level != "torch")
+#: Levels that have cards: first those whose kernels somebody wrote, then the compilers. PyTorch's functions stand in
+#: the table alone.
+CLIMBED = ("triton", "cuda", "compile", "xla")
+assert {*CLIMBED, "torch"} == set(LEVELS)
 
 
 def write(op: str, path: Path, found: Sequence[Row]) -> str:
-    """The cards of an operation, in the order of its ladders."""
+    """The cards of an operation, a level's after another's, in the order of its ladder."""
     mine = [row for row in found if row.op == op]
     profiled = climb_counters.of_operation(op, path)
     parts = []
