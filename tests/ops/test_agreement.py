@@ -229,8 +229,7 @@ KNOWN_ON_CPU = [
     Departure(
         *("layer_norm", "torch.builtin", ("one", "column")),
         "PyTorch's CPU kernel has x * rstd - mean * rstd in the gradients, which cancels where x is the mean",
-        SINGLE_AND_DOUBLE,
-        ("backward",),
+        passes=("backward",),
     ),
     Departure(
         *("layer_norm", "torch.builtin", ("offset", "offset-long")),
