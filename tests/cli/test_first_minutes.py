@@ -75,21 +75,6 @@ def measured() -> list[Row]:
     return store.latest(store.read(published()))
 
 
-@pytest.mark.parametrize(
-    ("backend", "said"), [("tritn", "did you mean 'triton'"), ("triton.fused", ""), ("cuda", "unavailable")]
-)
-def test_doctor_says_that_no_operation_takes_the_environments_backend(monkeypatch, backend, said):
-    monkeypatch.setenv("KERNEL_LADDER_BACKEND", backend)
-    monkeypatch.setattr(doctor, "kernels", list)
-    if backend == "cuda":
-        monkeypatch.setattr(table, "unavailable", lambda op, level: "not here")
-        monkeypatch.setattr(table, "at_level", lambda op, level: ("not here", {}))
-    found = {**doctor.facts(), "environment": {"KERNEL_LADDER_BACKEND": backend}}
-    text = " ".join(shown(200, lambda console: doctor.print_facts(console, found)).split())
-    assert ("KERNEL_LADDER_BACKEND is" in text) == bool(said)
-    assert said in text
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_sweeps_tables_keep_times_shapes_and_reasons(measured, width):
     found = [row for row in measured if row.op in ("gelu", "attention", "bias_dropout_add_layer_norm", "ceiling")]

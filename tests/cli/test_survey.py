@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
+from kernel_ladder import table
 from kernel_ladder.__main__ import main
-from kernel_ladder.cli import ceilings, survey
+from kernel_ladder.cli import ceilings, doctor, survey
 
 from ..conftest import DEVICE, alone, needs_gpu
 
@@ -109,3 +110,18 @@ def test_measured_ceilings_are_shown_from_then_on(capsys, folder):
     assert measured["bfloat16"] > measured["float32"], "tensor cores beat CUDA cores"
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus"][0]["ceilings"] == measured
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"), [("tritn", "did you mean 'triton'"), ("triton.fused", ""), ("cuda", "unavailable")]
+)
+def test_doctor_says_that_no_operation_takes_the_environments_backend(monkeypatch, capsys, backend, said):
+    monkeypatch.setenv("KERNEL_LADDER_BACKEND", backend)
+    monkeypatch.setattr(doctor, "kernels", list)
+    if backend == "cuda":
+        monkeypatch.setattr(table, "unavailable", lambda op, level: "not here")
+        monkeypatch.setattr(table, "at_level", lambda op, level: ("not here", {}))
+    assert main(["doctor"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert ("KERNEL_LADDER_BACKEND is" in text) == bool(said)
+    assert said in text
