@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import pytest
 import torch
@@ -241,6 +242,22 @@ def test_steps_are_refused_whose_code_was_left_out(codes, lacking, monkeypatch):
             assert "TORCH_CUDA_ARCH_LIST=9.0a" in refused[name]
     assert "cuda.mma" not in of_products
     assert "cuda.flash" not in of_attention
+
+
+#: In names of rungs whose instructions Hopper alone has.
+OF_HOPPER = re.compile("cluster|wgmma|warp_specialized|pingpong|persistent|stream_k|split_k$|tma")
+
+
+@needs_extension
+@pytest.mark.parametrize("op", kernel_ladder.OPS)
+def test_no_rung_of_hopper_runs_as_code_of_ampere(op, monkeypatch):
+    pretend_built_for(monkeypatch, ["compute_80", "sm_80"])
+    late = {v.name for v in table.variants(op, "cuda") if OF_HOPPER.search(v.name)}
+    for case in kernel_ladder.spec(op).sweep[:3]:
+        with gpu.pretend("H100"):
+            found, refused = chosen(op, case, torch.bfloat16, gradient=False)
+        assert found not in late
+        assert late <= refused.keys(), (case.id, late - refused.keys())
 
 
 def test_what_is_pretended_ends_with_its_block():
