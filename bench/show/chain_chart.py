@@ -18,9 +18,9 @@ from matplotlib.axes import Axes
 
 from bench.rows.store import Row, latest, of_one_machine, picture_file, read
 from bench.show.fusion import CHAINS, Calls, call_of, chosen, counted, picture_of
-from bench.show.ladders import TEXT
+from bench.show.ladders import TEXT, blank
 from bench.show.panels import source_of
-from bench.show.pictures import COLOURS
+from bench.show.pictures import shade
 from bench.show.table import microseconds
 
 WIDTH_INCHES = 400 / 96
@@ -61,11 +61,7 @@ def _picture(op: str, passes: Mapping[str, Mapping[str, Row]], profiled: Calls, 
     bars = sum(sum(name in rows for rows in passes.values()) for name in names)
     inches = HEAD_INCHES + len(names) * (NAME_INCHES + GAP_INCHES) + bars * BAR_INCHES
     longest = max(math.log(over_least(row)) for row in every) or 1.0
-    figure = plt.figure(figsize=(WIDTH_INCHES, inches))
-    axes = figure.add_axes((0.01, 0, 0.98, 1))
-    axes.set_xlim(0, 1)
-    axes.set_ylim(inches, 0)
-    axes.axis("off")
+    figure, axes = blank(WIDTH_INCHES, inches)
     _title(axes, op, every)
     at = HEAD_INCHES
     for name in names:
@@ -78,9 +74,8 @@ def _picture(op: str, passes: Mapping[str, Mapping[str, Row]], profiled: Calls, 
             if (row := rows.get(name)) is None or row.us is None:
                 continue
             length = max(FULL * math.log(over_least(row)) / longest, 0.005)
-            colour = mpl.colors.to_rgb(COLOURS[row.level])
-            shade = tuple(1 - strength * (1 - c) for c in colour)
-            axes.barh(at + BAR_INCHES / 2, length, height=0.85 * BAR_INCHES, color=shade)
+            colour = shade(row.level, strength)
+            axes.barh(at + BAR_INCHES / 2, length, height=0.85 * BAR_INCHES, color=colour)
             said = f"{microseconds(row.us)}, {row.us / (row.least_us or 1.0):.3g} ×"
             axes.text(length + 0.01, at + BAR_INCHES / 2, said, va="center", color=TEXT, fontsize=8)
             at += BAR_INCHES

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from bench.rows.store import Row
 from bench.show import markdown
@@ -58,5 +58,4 @@ def _cell(ratios: Sequence[float]) -> str:
     """Geometric mean, least and greatest, and of how many calls."""
     if not ratios:
         return "–"
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return f"{mean:.2f} ({min(ratios):.2f} – {max(ratios):.2f}; {len(ratios)})"
+    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} – {max(ratios):.2f}; {len(ratios)})"

@@ -6,12 +6,13 @@ or loses, and a call's name says where most.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from bench.measure import sets
 from bench.rows.store import Row
+from bench.show import markdown
 from bench.show.fusion import CHAINS, COMPILERS, EQUAL, NAIVE
 from bench.show.headlines import OURS
 from kernel_ladder.spec import PASSES
@@ -21,7 +22,6 @@ BLOCK = "when compilers help"
 USUAL = "bfloat16"
 
 Ratios = Mapping[str, float]
-
 
 HEADER = ["operation", "pass", "compiler", "over the formula", "over the best by hand", "behind it", "ahead of it"]
 
@@ -39,9 +39,7 @@ def write(_: Path, found: Sequence[Row]) -> str:
     if not lines:
         return ""
     gpu = next(row.gpu for row in found if row.op in CHAINS)
-    table = "\n".join(
-        f"| {' | '.join(cells)} |" for cells in [HEADER, ["---"] * 3 + ["---:"] * 2 + ["---"] * 2, *lines]
-    )
+    table = markdown.grid(HEADER, lines, [False, False, False, True, True, False, False])
     return f"On {gpu}; within {100 * (EQUAL - 1):.0f} % is even. Counts are of calls.\n\n{table}"
 
 
@@ -70,13 +68,15 @@ def judged(gains: Ratios, costs: Ratios) -> list[str]:
     """Cells: how many times as fast as the formula, times as long as the best by hand, where behind, where ahead."""
     if not gains and not costs:
         return []
-    slower = {name: 1 / gain for name, gain in gains.items() if gain < 1 / EQUAL}
-    gain = f"{_mean(gains):.3g} ×" + (f", slower {_at(slower, len(gains))}" if slower else "") if gains else "–"
+    gain = "–"
+    if gains:
+        slower = {name: 1 / gain for name, gain in gains.items() if gain < 1 / EQUAL}
+        gain = f"{geometric_mean(gains.values()):.3g} ×" + (f", slower {_at(slower, len(gains))}" if slower else "")
     if not costs:
         return [gain, "–", "–", "–"]
     behind = {name: cost for name, cost in costs.items() if cost > EQUAL}
     ahead = {name: 1 / cost for name, cost in costs.items() if cost < 1 / EQUAL}
-    return [gain, f"{_mean(costs):.3g} ×", _at(behind, len(costs)), _at(ahead, len(costs))]
+    return [gain, f"{geometric_mean(costs.values()):.3g} ×", _at(behind, len(costs)), _at(ahead, len(costs))]
 
 
 def _at(some: Ratios, count: int) -> str:
@@ -86,8 +86,3 @@ def _at(some: Ratios, count: int) -> str:
     farthest = max(some, key=lambda name: some[name])
     share = f"at all {count}" if len(some) == count else f"at {len(some)} of {count}"
     return f"{share}, most by {some[farthest]:.3g} × at {farthest}"
-
-
-def _mean(of: Ratios) -> float:
-    """The geometric mean."""
-    return math.exp(sum(map(math.log, of.values())) / len(of))

@@ -15,12 +15,13 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from bench.rows.store import Row, latest, of_one_machine, picture_file, read
 from bench.show.climb import in_order
 from bench.show.headline import headline
 from bench.show.panels import source_of, step_of
-from bench.show.pictures import COLOURS, OTHER
+from bench.show.pictures import COLOURS, OTHER, shade
 from bench.show.roofline import operations
 from kernel_ladder.inspection.heads import heads
 from kernel_ladder.table import LEVELS
@@ -79,15 +80,21 @@ def idea_of(op: str, backend: str) -> str:
     return sentence[: breaks[-1]] if breaks else textwrap.shorten(sentence, CHARACTERS, placeholder=" …")
 
 
+def blank(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure without axes to see: 0 to 1 across, inches from the top down."""
+    figure = plt.figure(figsize=(width, height))
+    axes = figure.add_axes((0.01, 0, 0.98, 1))
+    axes.set_xlim(0, 1)
+    axes.set_ylim(height, 0)
+    axes.axis("off")
+    return figure, axes
+
+
 def _picture(op: str, bars: Sequence[tuple[Row, float]], path: Path) -> None:
     ideas = [idea_of(op, row.backend) for row, _ in bars]
     inches = HEAD_INCHES + sum(BAR_INCHES + LINE_INCHES * bool(idea) + GAP_INCHES for idea in ideas)
     with plt.rc_context({"font.size": 9.5, "svg.hashsalt": "kernel_ladder", "svg.fonttype": "none"}):
-        figure = plt.figure(figsize=(WIDTH_INCHES, inches))
-        axes = figure.add_axes((0.01, 0, 0.98, 1))
-        axes.set_xlim(0, 1)
-        axes.set_ylim(inches, 0)
-        axes.axis("off")
+        figure, axes = blank(WIDTH_INCHES, inches)
         _title(axes, op, bars)
         at = HEAD_INCHES
         backends = [row.backend for row, _ in bars]
@@ -95,9 +102,8 @@ def _picture(op: str, bars: Sequence[tuple[Row, float]], path: Path) -> None:
             middle = at + BAR_INCHES / 2
             axes.text(0, middle, row.backend, va="center", color=TEXT, fontweight="bold")
             level, _, strength = step_of(row.backend, backends)
-            colour = mpl.colors.to_rgb(COLOURS.get(level, OTHER))
-            shade = tuple(1 - strength * (1 - c) for c in colour)
-            axes.barh(middle, FULL * min(share, 1.2), height=BAR_INCHES * 0.8, left=BARS_FROM, color=shade)
+            colour = shade(level, strength)
+            axes.barh(middle, FULL * min(share, 1.2), height=BAR_INCHES * 0.8, left=BARS_FROM, color=colour)
             label = f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
             axes.text(BARS_FROM + FULL * min(share, 1.2) + 0.01, middle, label, va="center", color=TEXT)
             axes.text(0, at + BAR_INCHES + LINE_INCHES / 2, idea, va="center", color=TEXT, fontsize=9)

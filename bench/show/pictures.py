@@ -186,11 +186,15 @@ def _panel(axes: Axes, rows: list[Row], bytes_bound: bool) -> None:
     _label_ends(axes, ends, log)
 
 
+def shade(level: str, strength: float) -> tuple[float, ...]:
+    """The colour of a level; paler where `strength` is below 1."""
+    return tuple(1 - strength * (1 - c) for c in mpl.colors.to_rgb(COLOURS.get(level, OTHER)))
+
+
 def look(backend: str, backends: Sequence[str]) -> tuple[tuple[float, ...], str]:
     """Colour and marker of a variant among those of its picture."""
     level, step, strength = panels.step_of(backend, backends)
-    r, g, b = mpl.colors.to_rgb(COLOURS.get(level, OTHER))
-    return tuple(1 - strength * (1 - c) for c in (r, g, b)), MARKERS[step % len(MARKERS)]
+    return shade(level, strength), MARKERS[step % len(MARKERS)]
 
 
 def _roof(axes: Axes, rows: list[Row], shapes: list[tuple[str, float]], bytes_bound: bool) -> dict[str, float]:

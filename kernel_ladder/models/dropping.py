@@ -18,7 +18,7 @@ from kernel_ladder.errors import UnsupportedError
 from kernel_ladder.nn.dropout import draw_seed
 from kernel_ladder.ops.calls import is_sharded
 from kernel_ladder.semantics import weight_dropout
-from kernel_ladder.semantics.masks import NO_WINDOW
+from kernel_ladder.semantics.masks import NO_WINDOW, band, seen
 
 #: Levels whose rungs hold no matrix of weights.
 FUSED = ("triton", "cuda")
@@ -135,10 +135,8 @@ def _pytorchs(
     A sink is the score of one more key, whose value is zero. Windows are those of as many queries as keys.
     """
     if is_causal and (mask is not None or sinks is not None or window_size != NO_WINDOW):
-        seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-        if window_size != NO_WINDOW:
-            seen = seen.triu(-window_size[0])
-        mask, is_causal = both(mask, seen), False
+        lengths = query.shape[-2], key.shape[-2]
+        mask, is_causal = both(mask, seen(*band(True, window_size, *lengths), *lengths, query.device)), False
     if sinks is not None:
         rows = (query.shape[0], query.shape[1], query.shape[2])
         scores = query.new_zeros(()) if mask is None else mask
@@ -155,8 +153,8 @@ def _pytorchs(
     )
 
 
-def both(mask: torch.Tensor | None, seen: torch.Tensor | None) -> torch.Tensor | None:
+def both(mask: torch.Tensor | None, visible: torch.Tensor | None) -> torch.Tensor | None:
     """A mask, boolean, added to scores or None, that also hides what a boolean one hides."""
-    if mask is None or seen is None:
-        return seen if mask is None else mask
-    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+    if mask is None or visible is None:
+        return visible if mask is None else mask
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)

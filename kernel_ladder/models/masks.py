@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kernel_ladder import gpu
+from kernel_ladder.semantics.masks import seen
 
 
 class CausalWindow:
@@ -33,8 +34,7 @@ class CausalWindow:
     def tensor(self) -> torch.Tensor:
         """The boolean mask, expanded over the batch."""
         *_, rows, columns = self.shape
-        seen = torch.ones(rows, columns, dtype=torch.bool, device=self.device).tril().triu(1 - self.size)
-        return seen.expand(self.shape)
+        return seen(1 - self.size, 0, rows, columns, self.device).expand(self.shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.tensor()[index]
