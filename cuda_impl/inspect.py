@@ -70,7 +70,7 @@ _NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RmsNorm", "add_rms_norm": "Add
 
 #: Variants whose backward pass is that of earlier steps.
 _BACKWARD_OF: dict[tuple[str, str], tuple[str, ...]] = {
-    **{("attention", step): ("wgmma", "warp_specialized", "flash") for step in ("pingpong", "persistent")},
+    **{("attention", step): ("wgmma", "warp_specialized") for step in ("pingpong", "persistent")},
     ("attention", "split_kv"): ("flash",),
     ("attention_varlen", "pingpong"): ("warp_specialized", "flash"),
     ("softmax", "multirow"): ("registers",),

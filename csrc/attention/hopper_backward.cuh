@@ -139,17 +139,19 @@ struct PreprocessRows {
     int rows_left, columns;
 };
 
-/// Writes a block's tile of statistics, of 64 queries: sixteen lanes read a row of up to 128 columns, four rows each.
+/// Writes a block's tile of statistics, of 64 queries: sixteen lanes read a row, 128 columns at once, four rows each.
 template <typename T>
 __device__ inline void preprocess_rows(float* stats, const PreprocessRows<T>& p) {
-    constexpr int LANES = 16, ROWS_AT_ONCE = PREPROCESS_THREADS / LANES;
+    constexpr int LANES = 16, ROWS_AT_ONCE = PREPROCESS_THREADS / LANES, WIDEST = 256;
     const int first = static_cast<int>(threadIdx.x) / LANES, lane = threadIdx.x % LANES;
     float sums[QUERY_TILE / ROWS_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < QUERY_TILE / ROWS_AT_ONCE; ++i) {
-        const int row = i * ROWS_AT_ONCE + first, column = lane * Vec<T>::size;
+        const int row = i * ROWS_AT_ONCE + first;
         sums[i] = 0.0f;
-        if (row < p.rows_left && column < p.columns) {
+#pragma unroll
+        for (int column = lane * Vec<T>::size; column < WIDEST; column += LANES * Vec<T>::size) {
+            if (row >= p.rows_left || column >= p.columns) break;
             float x[Vec<T>::size], y[Vec<T>::size];
             unpack(load_vec(p.output + row * p.output_row + column), x);
             unpack(load_vec(p.grad + row * p.grad_row + column), y);

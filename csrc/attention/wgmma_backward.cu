@@ -8,7 +8,7 @@
 // The kernels are those of `flash`: preprocess, query (dQ) and key (dK, dV). Each gradient is summed in registers by one
 // warpgroup, so that two runs give the same bits. One warpgroup per block; an SM holds two blocks at head dimension 128.
 
-#include "attention/hopper_backward.cuh"
+#include "attention/wgmma_backward_wide.cuh"
 
 namespace kl {
 namespace {
@@ -16,7 +16,7 @@ namespace {
 /// A block keeps two operands of 64 rows, and two stages of two streamed tiles of 64 rows with their statistics.
 template <int HEAD_DIM_, int BLOCKS_>
 struct BackwardShape {
-    static constexpr int HEAD_DIM = HEAD_DIM_, BLOCKS = BLOCKS_;  // BLOCKS: per SM
+    static constexpr int HEAD_DIM = HEAD_DIM_, BLOCKS = BLOCKS_, THREADS = WARPGROUP;  // BLOCKS: per SM
     static constexpr int ROWS = 64, PANELS = HEAD_DIM / PANEL, PANEL_BYTES = ROWS * SWIZZLE_ROW;
     static constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
     static constexpr int SHARED = SWIZZLE_ATOM + (2 + 2 * STAGES) * TILE_BYTES + STAGES * STATS_BYTES + 3 * 8;
@@ -199,23 +199,23 @@ __global__ void __launch_bounds__(WARPGROUP, S::BLOCKS)
 #endif
 }
 
-template <typename T, typename S>
+template <typename T, typename S, auto* QUERY_KERNEL, auto* KEY_KERNEL>
 void run_backward(BackwardCall& call) {
     const Attention& a = call.a;
     const Launch& launch = call.launch;
-    call.prepare<attention_backward_wgmma_query_kernel<T, S>>(S::SHARED);
-    call.prepare<attention_backward_wgmma_key_kernel<T, S>>(S::SHARED);
+    call.prepare<QUERY_KERNEL>(S::SHARED);
+    call.prepare<KEY_KERNEL>(S::SHARED);
     const BackwardMaps maps = call.maps(S::ROWS, S::ROWS);
     run_preprocess<T>(attention_backward_wgmma_preprocess_kernel<T>, call, nullptr, 0);
     const auto grad_query = call.gradient<T>(call.grad_query);
     const auto grad_key = call.gradient<T>(call.grad_key), grad_value = call.gradient<T>(call.grad_value);
     const auto query_grid = grid_size(a.batches * a.heads * call.query_tiles());
-    attention_backward_wgmma_query_kernel<T, S>
-        <<<query_grid, WARPGROUP, S::SHARED, launch.stream>>>(grad_query, call.stats_pointer(), maps, a);
+    const auto query_kernel = QUERY_KERNEL;
+    query_kernel<<<query_grid, S::THREADS, S::SHARED, launch.stream>>>(grad_query, call.stats_pointer(), maps, a);
     KL_LAUNCH_CHECK();
     const auto key_grid = grid_size(a.batches * a.heads_kv * ceil_div(a.S_k, S::ROWS));
-    attention_backward_wgmma_key_kernel<T, S>
-        <<<key_grid, WARPGROUP, S::SHARED, launch.stream>>>(grad_key, grad_value, call.stats_pointer(), maps, a);
+    const auto key_kernel = KEY_KERNEL;
+    key_kernel<<<key_grid, S::THREADS, S::SHARED, launch.stream>>>(grad_key, grad_value, call.stats_pointer(), maps, a);
     KL_LAUNCH_CHECK();
 }
 
@@ -228,10 +228,16 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_wgmma(const Tensor& grad, 
                                                             int64_t last, double scale, bool enable_gqa) {
     BackwardCall call("wgmma", grad, grad_lse, query, key, value, output, lse, attn_mask, first, last, scale,
                       enable_gqa);
-    return call.results<Backward64, Backward128>([&](auto zero, auto shape) {
+    return call.results<Backward64, Backward128, Backward192, Backward256>([&](auto zero, auto shape) {
         using T = decltype(zero);
         using S = decltype(shape);
-        run_backward<T, S>(call);
+        if constexpr (S::HEAD_DIM <= 128) {
+            run_backward<T, S, attention_backward_wgmma_query_kernel<T, S>, attention_backward_wgmma_key_kernel<T, S>>(
+                call);
+        } else {
+            run_backward<T, S, attention_backward_wgmma_wide_query_kernel<T, S>,
+                         attention_backward_wgmma_wide_key_kernel<T, S>>(call);
+        }
     });
 }
 
@@ -255,6 +261,20 @@ void attention_wgmma_backward_kernel_attributes(std::vector<KernelAttributes>& a
             using T = decltype(zero);
             using S = decltype(shape);
             return kernel_attributes<attention_backward_wgmma_key_kernel<T, S>>(name, WARPGROUP, S::SHARED);
+        });
+    hopper_attributes<Backward192, Backward256>(
+        attributes, dtype, {"attention_backward.wgmma.query.192", "attention_backward.wgmma.query.256"},
+        [](auto zero, auto shape, const char* name) {
+            using T = decltype(zero);
+            using S = decltype(shape);
+            return kernel_attributes<attention_backward_wgmma_wide_query_kernel<T, S>>(name, S::THREADS, S::SHARED);
+        });
+    hopper_attributes<Backward192, Backward256>(
+        attributes, dtype, {"attention_backward.wgmma.key.192", "attention_backward.wgmma.key.256"},
+        [](auto zero, auto shape, const char* name) {
+            using T = decltype(zero);
+            using S = decltype(shape);
+            return kernel_attributes<attention_backward_wgmma_wide_key_kernel<T, S>>(name, S::THREADS, S::SHARED);
         });
 }
 

@@ -26,7 +26,7 @@ SPLIT_ROWS = 16
 #: Head dimensions whose gradients were measured beside cuDNN's on Hopper, and keys up to which the cuda level is ahead
 #: at the lesser one.
 HEADS_WITH_GRADIENTS, LONGEST_NARROW = (64, 96, 128), 8192
-#: The widest head dimension whose gradients wgmma multiplies on Hopper.
+#: The widest head dimension of `warp_specialized`'s backward pass on Hopper; wider ones, up to 256, are `wgmma`'s.
 WIDEST_BACKWARD = 128
 #: Keys times padded head dimension up to which `wgmma` has the fastest backward on Hopper: a block of
 #: `warp_specialized` then has few tiles of queries, between which it waits for its neighbours' sums.
@@ -120,7 +120,7 @@ def triton_for_gradients_of_packed(inputs: Inputs, options: Options) -> tuple[st
 def backward_on_hopper(head_dim: int, keys: int) -> str:
     """Whose backward pass is the fastest on Hopper, for the rungs of attention that have none of their own."""
     if head_dim > WIDEST_BACKWARD:
-        return "flash"
+        return "wgmma"
     padded = NARROW_HEAD if head_dim <= NARROW_HEAD else WIDEST_BACKWARD
     return "wgmma" if keys * padded <= SHORT_BACKWARD else "warp_specialized"
 

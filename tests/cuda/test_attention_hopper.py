@@ -238,9 +238,24 @@ def test_both_passes_at_192_and_128(name, band, dtype):
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", OWN_BACKWARD)
 @pytest.mark.parametrize("band", BANDS)
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("d", "d_v", "dtype"),
+    [(256, 256, torch.bfloat16), (256, 256, torch.float16), (192, 128, torch.bfloat16), (136, 200, torch.bfloat16)],
+    ids=str,
+)
+def test_wide_backward_at_the_edges_of_tiles(band, d, d_v, dtype):
+    """The backward pass of `wgmma` beyond the head dimension where its forward pass ends."""
+    for seqlen_q, seqlen_k in [(1, 1), (63, 65), (64, 64), (129, 129), (1, 300), (300, 1), (129, 700), (700, 129)]:
+        shapes = ((2, 6, seqlen_q, d), (2, 2, seqlen_k, d), (2, 2, seqlen_k, d_v))
+        _backward_agrees(step("cuda.persistent"), shapes, dtype, BANDS[band], "bshd")
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("name", "d"), [*((n, d) for n in OWN_BACKWARD for d in (64, 128)), *(("cuda.persistent", d) for d in (192, 256))]
+)
+@pytest.mark.parametrize("band", BANDS)
 def test_backward_of_many_tiles(name, band, d):
     """More tiles than a GPU has room for at once, which add to one dQ."""
     for seqlen_q, seqlen_k in [(1500, 3300), (2000, 1000)]:
@@ -249,8 +264,9 @@ def test_backward_of_many_tiles(name, band, d):
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", OWN_BACKWARD)
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("name", "d"), [*((n, d) for n in OWN_BACKWARD for d in (64, 128)), *(("cuda.persistent", d) for d in (192, 256))]
+)
 def test_backward_repeats_in_every_bit(name, d):
     """Blocks of other heads run beside, so that the order in which blocks come to a tile of dQ changes."""
     inputs = make_inputs(Case("", ((4, 16, 1500, d), (4, 8, 1500, d), (4, 8, 1500, d))), torch.bfloat16, DEVICE)

@@ -70,7 +70,7 @@ _OF_NORM = {
     },
 }
 _FASTEST = dict.fromkeys(
-    ("attention_flash_*", "attention_backward_wgmma_*", "attention_backward_warp_specialized_*"),
+    ("attention_backward_wgmma_*", "attention_backward_warp_specialized_*"),
     "has no backward pass of its own: the fastest on Hopper by head dimension and number of keys",
 )
 _OF_BIAS_GELU = {
@@ -80,12 +80,13 @@ _OF_BIAS_GELU = {
     ),
     **_SUM_ROWS,
 }
+_ALONG_K = dict.fromkeys(
+    ("linear_mma_kernel", "linear_registers_kernel"), "matmul's mma and registers take them for operands along k"
+)
 _SELECTED = {"matmul_*": "gradients are other products: the selection names a rung for each"}
 _OF_CHUNKS = {
     "matmul_*": "a chunk's products are matmul's, by the rung that the selection names for each",
-    **dict.fromkeys(
-        ("linear_mma_kernel", "linear_registers_kernel"), "matmul's mma and registers take them for operands along k"
-    ),
+    **_ALONG_K,
     "cross_entropy_*": "the loss of a chunk's logits is cross_entropy's online",
 }
 
@@ -139,7 +140,7 @@ BORROWED: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {
             )
             for rung in ("thread_tile", "vectorized", "double_buffered", "registers_tma")
         },
-        "cuda.skinny": {"matmul_mma_kernel": "the gradients of few rows are products of many"},
+        "cuda.skinny": {"matmul_mma_kernel": "the gradients of few rows are products of many", **_ALONG_K},
         "cuda.split_k": _SELECTED,
     },
     ("cuda", "attention", "backward"): {
@@ -147,7 +148,9 @@ BORROWED: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {
         "cuda.persistent": _FASTEST,
         "cuda.split_kv": {"attention_flash_*": "has the backward pass of flash"},
     },
-    ("cuda", "attention_varlen", "backward"): {"cuda.pingpong": _FASTEST},
+    ("cuda", "attention_varlen", "backward"): {
+        "cuda.pingpong": {**_FASTEST, "attention_flash_*": "head dimensions above 128 have no other backward pass"}
+    },
     ("cuda", "add", "backward"): {"*": _SUM_ROWS},
     **{("cuda", op, "backward"): _OF_NORM for op in ("layer_norm", "rms_norm", "add_rms_norm")},
     ("cuda", "bias_dropout_add_layer_norm", "backward"): {
