@@ -62,11 +62,16 @@ def build_mask(*args: Any, **given: Any) -> torch.Tensor | CausalWindow | None:
 
     A causal sliding window over tokens from the first one on, none of them padding, gives a :class:`CausalWindow`. One
     query that sees every key of its window gives None. All else is what ``sdpa_mask`` gives: patterns with more than a
-    window, a padding mask with padding, queries that continue a cache, tensors of lengths, and calls that are traced.
+    window, a padding mask with padding, queries that continue a cache, and tensors of lengths.
+
+    While a call is traced, no padding mask can be read, and windows are tensors. A causal mask of equal lengths is None
+    where there is no padding mask, or that of :func:`without_padding`; ``sdpa_mask`` makes it a tensor in a graph.
     """
     from transformers.masking_utils import sdpa_mask
 
     padding = given.get("attention_mask")
+    if _repeats_one_element(padding):
+        padding = given["attention_mask"] = None
     if isinstance(padding, CausalWindow):  # generate() builds masks itself, and the model passes them on
         return padding
     if not args and not _is_traced() and _is_causal_window(given):
@@ -78,7 +83,37 @@ def build_mask(*args: Any, **given: Any) -> torch.Tensor | CausalWindow | None:
             sees_all = first_key + keys - 1 <= first < first_key + size
             if queries == 1 and sees_all and _all_real(padding, first_key, first_key + keys):
                 return None
-    return sdpa_mask(*args, **given)
+    return None if _is_causal_in_graph(*args, **given) else sdpa_mask(*args, **given)
+
+
+def without_padding(module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any] | None:
+    """A pre-hook of causal models: says that nothing is padded, while torch.compile traces a call that says nothing.
+
+    Without a padding mask and a cache, transformers looks for packed sequences in the positions. In a graph it cannot
+    read them, and makes a mask of each query and key. A call that gives no positions has none but its tokens' own.
+    """
+    tokens = args[0] if len(args) == 1 else given.get("input_ids")
+    silent = all(given.get(name) is None for name in ("attention_mask", "position_ids", "past_key_values"))
+    if not torch.compiler.is_compiling() or len(args) > 1 or tokens is None or not silent:
+        return None
+    mask = torch.ones((), dtype=torch.bool, device=tokens.device).expand(tokens.shape[0], tokens.shape[1])
+    return args, {**given, "attention_mask": mask}
+
+
+def _repeats_one_element(padding: Any) -> bool:
+    """Whether a padding mask is one element, expanded, as that of :func:`without_padding` is."""
+    return isinstance(padding, torch.Tensor) and padding.dim() == 2 and padding.stride() == (0, 0)
+
+
+def _is_causal_in_graph(*args: Any, **given: Any) -> bool:
+    """Whether torch.compile traces a mask of equal lengths that is causal and nothing else."""
+    if args or given.get("attention_mask") is not None or not torch.compiler.is_compiling():
+        return False
+    queries, keys, size = given["q_length"], given["kv_length"], given.get("local_size")
+    if not given.get("allow_is_causal_skip", True) or (size is not None and keys >= size):
+        return False
+    offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
+    return all(isinstance(n, int) and n == 0 for n in offsets) and bool(queries == keys)
 
 
 def _is_causal_window(given: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from kernel_ladder import table
 from kernel_ladder.errors import BackendError, UnavailableError
-from kernel_ladder.models import attention, dropping, kept, loss, rotary
+from kernel_ladder.models import attention, dropping, kept, loss, masks, rotary
 from kernel_ladder.models.kinds import KINDS, Patched, of_class, subclass
 from kernel_ladder.models.report import Entry, Report
 from kernel_ladder.nn.backend import check_backend
@@ -102,6 +102,9 @@ def unpatch(model: torch.nn.Module) -> None:
                 module.__dict__[key] = value
     if undo["attention"] is not None:
         model.set_attn_implementation(undo["attention"])  # type: ignore[operator]
+        hooks: dict[int, Any] = model.base_model._forward_pre_hooks  # type: ignore[union-attr, assignment]
+        for number in [number for number, hook in hooks.items() if hook is masks.without_padding]:
+            del hooks[number], model.base_model._forward_pre_hooks_with_kwargs[number]  # type: ignore[union-attr]
     object.__delattr__(model, UNDO)
 
 
@@ -306,6 +309,8 @@ def _patch_attention(model: Any, backend: str, found: Report, undo: dict[str, An
             found.replaced.append(Entry(name, kind, "rope"))
     if reason is None and modules:
         undo["attention"] = before
+        if all(getattr(m, "is_causal", False) for _, m in modules) and not config.is_encoder_decoder:
+            model.base_model.register_forward_pre_hook(masks.without_padding, with_kwargs=True)
 
 
 def _why_no_rope(model: torch.nn.Module, cls: type, backend: str) -> str | None:

@@ -169,6 +169,39 @@ def test_a_window_with_dropped_weights_and_checkpoints():
     close(model.model.embed_tokens.weight.grad, plain.model.embed_tokens.weight.grad)
 
 
+@pytest.mark.parametrize(("family", "length"), [("llama", 6), ("gpt2", 6), ("mistral", 3), ("mistral", 6)])
+def test_a_graph_has_no_mask_that_is_only_causal(family, length, seen):
+    """Without a padding mask, at equal lengths; a window that hides keys stays a tensor."""
+    torch._dynamo.reset()
+    plain, model = patched(family)
+    tokens = families.inputs(family, DEVICE)["input_ids"][:, :length]
+    with torch.no_grad():
+        found = torch.compile(model, backend="eager", fullgraph=True)(tokens, use_cache=False).logits
+        close(found, plain(tokens, use_cache=False).logits)
+    hides = family == "mistral" and length > 3
+    assert {call[:2] for call in seen} == {((-1, -1), hides)}
+    assert model.base_model._forward_pre_hooks
+    models.unpatch(model)
+    assert not model.base_model._forward_pre_hooks
+    assert not model.base_model._forward_pre_hooks_with_kwargs
+
+
+def test_a_graph_has_the_mask_of_a_cache_and_of_padding(seen):
+    torch._dynamo.reset()
+    plain, model = patched("llama")
+    tokens = families.inputs("llama", DEVICE)["input_ids"]
+    padding = torch.ones_like(tokens)
+    padding[1, :2] = 0
+    call = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        wanted, found = (m(tokens, attention_mask=padding, use_cache=False).logits for m in (plain, call))
+        close(found[padding.bool()], wanted[padding.bool()])
+        kept = model(tokens[:, :3], use_cache=True).past_key_values
+        seen.clear()
+        close(call(tokens[:, 3:], past_key_values=kept).logits, plain(tokens).logits[:, 3:])
+    assert {call[1] for call in seen} == {True}
+
+
 @pytest.mark.parametrize("part", ["model", "layers"])
 def test_inside_compile(part):
     """A model that is compiled whole builds its mask in the graph; a compiled layer gets the window from outside."""
