@@ -23,7 +23,7 @@ OPS = ("rms_norm", "linear", "attention", "swiglu")
 
 #: How often a block is compiled for any number of sequence lengths: once for the first, once for any other.
 COMPILATIONS = 2
-#: Where odd lengths are other kernels' on a GPU: cuDNN, which JAX calls, has no gradients of them.
+#: At most, where odd lengths may be other kernels' on a GPU: cuDNN, which JAX calls, has no gradients of them.
 WITH_ODD_LENGTHS = {"xla": 3}
 
 
@@ -63,8 +63,9 @@ def test_compiled_in_a_fresh_process(backend):
     )
     assert found.returncode == 0, found.stderr[-3000:]
     lines = found.stdout.splitlines()
-    expected = WITH_ODD_LENGTHS.get(backend, COMPILATIONS) if DEVICE.type == "cuda" else COMPILATIONS
-    assert f"compilations {expected}" in lines
+    most = WITH_ODD_LENGTHS.get(backend, COMPILATIONS) if DEVICE.type == "cuda" else COMPILATIONS
+    (count,) = (int(line.removeprefix("compilations ")) for line in lines if line.startswith("compilations "))
+    assert COMPILATIONS <= count <= most
     assert not [line for line in lines if line.startswith("warning")]
     assert "Warning" not in found.stderr, found.stderr
 

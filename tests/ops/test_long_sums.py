@@ -48,7 +48,8 @@ def test_long_sums(case, backend, dtype):
     spec = kernel_ladder.spec(op)
     inputs = tuple((x.to(dtype) if x.is_floating_point() else x).to(DEVICE) for x in given)
     found = spec.reference(*inputs, **options)
-    grads = tuple(torch.ones_like(x) for x in as_tuple(found))
+    # All positive, so that sums grow; not all equal, so that no gradient behind a norm is zero but for rounding.
+    grads = tuple(torch.linspace(0.5, 1.5, x.numel(), device=DEVICE).view(x.shape).to(x.dtype) for x in as_tuple(found))
     grad = grads if isinstance(found, tuple) else grads[0]
 
     def call(*inputs: torch.Tensor, **options: object) -> torch.Tensor:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(table.unavailable("gelu", "xla") is not None, re
 
 
 class Capsule:
-    """A tensor as its exporter, for a device without streams too."""
+    """A tensor as its exporter, for a device without streams too. What is exported has been written."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
@@ -24,6 +24,8 @@ class Capsule:
         return (2, self.x.get_device()) if self.x.is_cuda else (1, 0)
 
     def __dlpack__(self, *, stream: int | None = None, **_: object) -> object:
+        if self.x.is_cuda:
+            torch.cuda.current_stream(self.x.device).synchronize()
         return to_dlpack(self.x)
 
 
