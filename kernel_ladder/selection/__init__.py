@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from kernel_ladder import gpu, table
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
 from kernel_ladder.selection import measured, tables
-from kernel_ladder.selection.orders import IN_GRAPHS, ORDERS
+from kernel_ladder.selection.orders import ORDERS
 from kernel_ladder.selection.rules import RULES, Rule, reason_of
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.table import LEVELS, Variant, asked_for, source_of
@@ -198,9 +198,7 @@ def _candidates(
             *(each for each in ("triton", "cuda") if each in named),
         ]
         rungs = dict.fromkeys(v for name in names for v in _available(op, name))
-        found = _with_rules(op, tuple(rungs), on_gpu and tabled, auto=on_gpu)
-        left = IN_GRAPHS.get(op) if on_gpu and not tabled else None
-        return found if left is None else (Preferred(left, {rung.name: rung for rung in rungs}), *found)
+        return _with_rules(op, tuple(rungs), on_gpu and tabled, auto=on_gpu)
     level = table.level_of(backend)
     if level is None:
         raise BackendError(table.unknown_backend(op, backend, table.known_to(op), source))

@@ -6,11 +6,6 @@ those of a level that a rule of ``"auto"`` names.
 
 from __future__ import annotations
 
-import math
-
-from kernel_ladder.selection.rules import Rule
-from kernel_ladder.spec import Inputs, Options
-
 ORDERS: dict[str, tuple[str, ...]] = {
     "gelu": ("cuda.vectorized", "triton.fused", "torch.builtin"),
     "softmax": (
@@ -58,27 +53,4 @@ ORDERS: dict[str, tuple[str, ...]] = {
     "linear": ("torch.builtin", "cuda"),
     "linear_cross_entropy": ("torch.builtin", "triton"),
     "linear_float8": ("torch.builtin", "cuda.persistent", "triton.persistent", "triton.tiled", "torch.naive"),
-}
-
-#: Longest rows of a norm that are left to torch.compile: its backward pass takes 1.2 to 1.3 times as long up to them,
-#: which one sum beside it makes up for, and 1.6 to 2.4 times beyond (H100).
-LONGEST_FUSED_ROW = 8192
-
-
-def _element_wise(inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """Leaves element-wise operations to the compiler that fuses them."""
-    return ("torch.builtin",)
-
-
-def _of_rows(inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """Leaves norms of rows up to 8192 elements to the compiler that fuses them."""
-    length = math.prod(options.get("normalized_shape") or inputs[0].shape[-1:])
-    return ("torch.builtin",) if length <= LONGEST_FUSED_ROW else ()
-
-
-#: What ``"auto"`` leaves to torch.compile while it traces a call on a GPU. A kernel of ours is a wall there: nothing is
-#: fused with it, and what it returns is kept for the backward pass, where a compiler computes it anew.
-IN_GRAPHS: dict[str, Rule] = {
-    **dict.fromkeys(("gelu", "bias_gelu", "swiglu", "add"), _element_wise),
-    **dict.fromkeys(("layer_norm", "rms_norm", "add_rms_norm"), _of_rows),
 }

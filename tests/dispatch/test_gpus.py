@@ -106,28 +106,6 @@ def test_many_logits_are_chunked_and_the_reason_is_told(gradient, built_everywhe
         assert "rule: Prefers ``triton.chunked`` for many 16-bit logits on Hopper" in told
 
 
-@needs_extension
-@pytest.mark.parametrize(
-    ("op", "shapes", "options", "left"),
-    [
-        ("gelu", ((4, 65536),), {"approximate": "none"}, True),
-        ("add", ((4, 65536), (4, 65536)), {}, True),
-        ("swiglu", ((4, 11008), (4, 11008)), {}, True),
-        ("rms_norm", ((4, 8192), (8192,)), {"normalized_shape": (8192,), "eps": None}, True),
-        ("layer_norm", ((4, 2, 8192), (2, 8192), None), {"normalized_shape": (2, 8192), "eps": 1e-5}, False),
-        ("add_rms_norm", ((4, 8193), (4, 8193), (8193,)), {"eps": None}, False),
-        ("softmax", ((4, 1024),), {"dim": -1}, False),
-    ],
-)
-def test_what_auto_leaves_to_torch_compile_on_a_gpu(op, shapes, options, left, built_everywhere):
-    """Element-wise operations and norms of short rows; an eager call is not concerned."""
-    case = Case("", shapes, options)
-    with gpu.pretend("H100"), tables.without(), on_absent_gpu(case, torch.bfloat16, gradients=False) as inputs:
-        traced, eager = (selection.choose(op, "auto", inputs, options, traced).name for traced in (True, False))
-    assert (traced == "torch.builtin") == left
-    assert eager != "torch.builtin"
-
-
 ATTENTION = {"is_causal": True, "scale": None, "enable_gqa": False, "return_lse": False}
 
 
