@@ -105,7 +105,7 @@ def _runs_hopper_steps(device: int, dtype: torch.dtype) -> bool:
 
 def read_by_tma(x: torch.Tensor) -> bool:
     """Whether rows, of multiples of 8 elements, are dense, and each starts at a multiple of 16 bytes."""
-    return address(x) % 16 == 0 and (x.is_contiguous() or has_rows_at(x, 8))
+    return address(x) % 16 == 0 and has_rows_at(x, 8)
 
 
 def hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | None]:

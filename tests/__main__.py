@@ -22,6 +22,8 @@ from . import resume
 from .sharing import worker_count
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Each run ends with the tests that took longest.
+DURATIONS = ("--durations", "25", "--durations-min", "5")
 NOTHING_SELECTED = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -53,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         options.append(f"{resume.OPTION}={args.resume}")
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     workers = args.workers or worker_count(available_cores(), gpu_bytes)
-    runs = plan(gpu_bytes, workers, options)
+    runs = plan(gpu_bytes, workers, [*DURATIONS, *options])
     statuses: list[int] = []
     for number, run in enumerate(runs, 1):
         print(f"== Run {number} of {len(runs)}: pytest {shlex.join(run)}", flush=True)

@@ -206,7 +206,8 @@ def faults(*inputs: torch.Tensor) -> str | None:
         unit = 16 // x.element_size()
         if x.shape[-1] % unit:
             continue  # PyTorch pads it into an aligned copy, or takes no fused kernel
-        if x.is_contiguous() and not torch.compiler.is_compiling() and x.storage_offset() % unit == 0:
+        # In a graph the question would be a guard: a cache that is full is contiguous, and would be compiled for anew.
+        if not torch.compiler.is_compiling() and x.is_contiguous() and x.storage_offset() % unit == 0:
             continue  # the common case, and a quick check
         strides = zip(x.stride()[:-1], x.shape[:-1], strict=True)
         # A torch.compile trace knows where a view begins. Inductor copies inputs that begin elsewhere than its example.

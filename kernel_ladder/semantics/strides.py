@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_compiling
 
 from kernel_ladder.spec import Inputs, Output, as_tuple, each
 
@@ -37,7 +38,8 @@ def collapse(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], 
 def has_rows_at(x: torch.Tensor, multiple: int) -> bool:
     """Whether rows are dense and all their strides are positive multiples of `multiple` elements."""
     sizes = x.shape
-    if sizes[-1] % multiple == 0 and x.is_contiguous():  # the common case, and a quick check
+    # The common case, and a quick check. In a graph it would be a guard: a view of a cache becomes contiguous as it fills.
+    if not is_compiling() and sizes[-1] % multiple == 0 and x.is_contiguous():
         return True
     strides = x.stride()
     if strides[-1] != 1 and sizes[-1] > 1:

@@ -129,7 +129,8 @@ def test_packed_sequences_with_gradients_prefer_triton(heads_kv):
         (64, 1025, "warp_specialized"),
         (65, 512, "wgmma"),  # padded to 128
         (128, 513, "warp_specialized"),
-        (136, 64, "flash"),
+        (136, 64, "wgmma"),
+        (256, 16384, "wgmma"),
     ],
 )
 def test_whose_backward_pass_attention_has_on_hopper(head_dim, keys, step):

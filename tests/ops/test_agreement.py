@@ -62,8 +62,8 @@ def expected(op: str, case_index: int, dtype: torch.dtype, backward: bool, inter
     return grad, standards(spec, inputs, case.options, grad)
 
 
-#: The samples, by their index modulo 3, whose forward pass alone is tried in a dtype without a GPU. For Triton's dtypes
-#: they are those that have the dtype by turns.
+#: The samples, by their index modulo 3, whose forward pass alone is tried in a dtype without a GPU, or of PyTorch's own
+#: functions. For Triton's dtypes they are those that have the dtype by turns.
 FORWARD_TURN = {dtype: i for i, dtype in enumerate(DTYPES[:3])}
 
 
@@ -117,8 +117,8 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
     A compiler takes seconds or minutes for a sample: few have it, forward alone in one dtype by turns. Without a GPU it
     has them in one dtype each, and backward alone, where the output is compared too. The first runs forward as well.
     Triton's interpreter takes so long that each has one dtype by turns. The forward pass alone is tried at every third
-    sample without a GPU, interpreted at every second: the backward pass has its output compared. The xla level has a
-    share of the samples, by :data:`XLA_STRIDE`.
+    sample without a GPU and of PyTorch's own functions, interpreted at every second: the backward pass has its output
+    compared. The xla level has a share of the samples, by :data:`XLA_STRIDE`.
     """
     if without_gradient(variant):
         if backward:
@@ -140,7 +140,8 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
         stride = XLA_STRIDE * (3 if variant.name == "xla.pallas" and DEVICE.type == "cpu" else 1)
         by_turns = DTYPES.index(dtype) == index // stride % len(DTYPES)
         return by_turns and index % stride == 0 and (backward or index % (4 * stride) == 0)
-    if DEVICE.type == "cpu" and not backward and index % 3 != FORWARD_TURN.get(dtype, 0):
+    few = DEVICE.type == "cpu" or variant.level == "torch"
+    if few and not backward and index % 3 != FORWARD_TURN.get(dtype, 0):
         return False
     if dtype is torch.float64 and variant.level in ("triton", "cuda"):
         return index == 0  # that they refuse it, one sample tells
