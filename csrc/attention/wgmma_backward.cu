@@ -7,6 +7,7 @@
 //
 // The kernels are those of `flash`: preprocess, query (dQ) and key (dK, dV). Each gradient is summed in registers by one
 // warpgroup, so that two runs give the same bits. One warpgroup per block; an SM holds two blocks at head dimension 128.
+// Wider ones, which the forward pass of `persistent` takes, have two warpgroups a block (wgmma_backward_wide.cuh).
 
 #include "attention/wgmma_backward_wide.cuh"
 

@@ -38,7 +38,7 @@ def collapse(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], 
 def has_rows_at(x: torch.Tensor, multiple: int) -> bool:
     """Whether rows are dense and all their strides are positive multiples of `multiple` elements."""
     sizes = x.shape
-    # The common case, and a quick check. In a graph it would be a guard: a view of a cache becomes contiguous as it fills.
+    # The common case, and a quick check. In a graph it would be a guard: a cache that fills up becomes contiguous.
     if not is_compiling() and sizes[-1] % multiple == 0 and x.is_contiguous():
         return True
     strides = x.stride()

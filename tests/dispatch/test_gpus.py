@@ -133,6 +133,9 @@ def test_windowed_attention_in_99_kib(name, head_dim, gradient, built_everywhere
         ((4, 32, 4096, 128), (4, 8, 4096, 128), True, {"is_causal": True, "enable_gqa": True}, "cuda.persistent"),
         ((4, 16, 2048, 96), (4, 16, 2048, 96), False, {"is_causal": True}, "cuda.persistent"),
         ((4, 16, 2048, 96), (4, 16, 2048, 96), True, {"is_causal": True}, "cuda.persistent"),
+        ((4, 8, 2048, 256), (4, 8, 2048, 256), True, {"is_causal": True}, "cuda.persistent"),
+        ((8, 8, 1024, 256), (8, 8, 1024, 256), True, {"is_causal": True}, "torch.builtin"),
+        ((4, 8, 2048, 192), (4, 8, 2048, 192), True, {"is_causal": True}, "torch.builtin"),
         ((4, 16, 1, 128), (4, 16, 4096, 128), False, {"is_causal": False}, "torch.builtin"),
     ],
 )
