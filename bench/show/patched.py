@@ -31,7 +31,9 @@ def _head(rows: Sequence[PatchedRow]) -> str:
     first = next((row for row in rows if row.pass_ == STEP), rows[0])
     liger = next((row.liger for row in rows if row.liger), None)
     software = f"PyTorch {first.torch}, transformers {first.transformers}" + (f", Liger {liger}" if liger else "")
-    source = f"{first.gpu or 'a CPU'}, {software}, commit `{(first.commit or 'unknown')[:12]}`"
+    commits = dict.fromkeys((row.commit or "unknown")[:12] for row in rows)
+    named = f"commit{'s' if len(commits) > 1 else ''} {', '.join(f'`{commit}`' for commit in commits)}"
+    source = f"{first.gpu or 'a CPU'}, {software}, {named}"
     return f"**{first.model}**, as {first.like}: {first.shape}, {first.dtype}; {source}."
 
 
