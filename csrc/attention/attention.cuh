@@ -21,7 +21,7 @@
 //
 // A mask in memory adds to or hides single scores. Operands may have any strides.
 //
-// The backward pass of `pingpong` and `persistent` is the fastest of those of `wgmma`, `warp_specialized` and `flash`:
+// The backward pass of `pingpong` and `persistent` is the faster of those of `wgmma` and `warp_specialized`:
 // backward_on_hopper in kernel_ladder/selection/attention.py names it. `split_kv` has that of `flash`.
 #pragma once
 

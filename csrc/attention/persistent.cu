@@ -17,8 +17,8 @@
 // of that tile's queries is full. An index past the last tile ends them.
 //
 // At head dimension 64 and few keys per query `wgmma` is faster, and kernel_ladder/selection/attention.py prefers it. The
-// backward pass is that of `warp_specialized`, or for short sequences that of `wgmma`. Above head dimension 128 it is that
-// of `flash` (backward_on_hopper in that file).
+// backward pass is that of `warp_specialized`, or for short sequences and above head dimension 128 that of `wgmma`
+// (backward_on_hopper in that file).
 
 #include "attention/pingpong.cuh"
 
