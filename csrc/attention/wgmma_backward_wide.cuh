@@ -126,7 +126,7 @@ template <typename S, int COUNT, typename First, typename Between, typename Seco
 __device__ inline void walk(const WideSmem<S>& smem, int steps, float (&product)[QUERY_TILE / 2], float (&acc)[COUNT],
                             First&& first, Between&& between, Second&& second) {
     PipelineState<STAGES> state;
-    wgmma_pin(acc);
+    wgmma_pin(acc);  // zeros before the first product, or ptxas would let every product end before the next
     for (int i = 0; i < steps; ++i, state.advance()) {
         mbarrier_wait(smem.full(state.stage), state.phase);
         first(state.stage);
