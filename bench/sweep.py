@@ -29,7 +29,7 @@ from bench.measure import (
     timing,
 )
 from bench.measure.cases import host_case, layouts_of
-from bench.measure.selection import AT_QUICK_CASES, ONE_BACKWARD, Group, Selection, groups
+from bench.measure.selection import AT_QUICK_CASES, NEVER_CAPTURED, ONE_BACKWARD, Group, Selection, groups
 from bench.ranks import Board
 from bench.rows import resume, store
 from bench.rows.ratio import baseline_of
@@ -294,7 +294,8 @@ class Sweep:
                 row.wrong = str(found)
                 raise _Refused(None)
             with self.phases(phases.PREPARE):
-                launch = timing.prepare(call, copies.count, self.device, seconds=seconds)
+                capture = not {variant.level, variant.name} & NEVER_CAPTURED
+                launch = timing.prepare(call, copies.count, self.device, seconds=seconds, capture=capture)
             if not row.interpreted:
                 with self.phases(phases.HOST):
                     row.host_us, row.host_direct_us = self._host_us(variant, group, expected, backward, launch)

@@ -29,6 +29,10 @@ ONE_BACKWARD = {
     "compile.reduce_overhead": "its backward pass can run once: a CUDA graph uses the memory it reads again"
 }
 
+#: Levels and variants that launch on streams, or by CUDA graphs, of their own. No other graph can hold their calls, and
+#: an attempt to capture one would disturb the graphs that they keep.
+NEVER_CAPTURED = frozenset(("xla", "compile.reduce_overhead"))
+
 #: Rungs of each level that are measured beside its choice in sets other than the sweep: the last ones that take the
 #: call. The time of the choice over the best of them is its regret.
 CONTENDERS = 4

@@ -14,7 +14,7 @@ import kernel_ladder
 from bench import __main__ as bench_main
 from bench import sweep
 from bench.__main__ import main
-from bench.measure import cases
+from bench.measure import cases, timing
 from bench.measure.selection import Group, Selection, groups
 from bench.rows import store
 from bench.rows.store import FIELDS, Row
@@ -117,6 +117,25 @@ def test_a_new_run_supersedes(swept):
     renewed = [a.when > b.when for a, b in zip(after, before, strict=True)]
     measured = [row.pass_ == "forward" and row.backend in ("torch.naive", "torch.builtin") for row in before]
     assert renewed == measured
+
+
+@pytest.mark.usefixtures("small_sweeps")
+def test_xla_is_never_captured(tmp_path, monkeypatch):
+    """It launches on streams of its own. All else is offered to a CUDA graph."""
+    if (reason := table.unavailable("gelu", "xla")) is not None:
+        pytest.skip(reason)
+    asked, prepare = [], timing.prepare
+
+    def watched(*given, capture=True, **options):
+        asked.append(capture)
+        return prepare(*given, capture=capture, **options)
+
+    monkeypatch.setattr(timing, "prepare", watched)
+    argv = ["--op", "gelu", "--quick", "--no-ceilings", "--no-pictures", "--time", "0.05", "--pass", "forward"]
+    assert main([*argv, "--backend", "torch.builtin,xla.jit", "--output", str(tmp_path / "rows.jsonl")]) == 0
+    rows = [row for row in store.read(tmp_path / "rows.jsonl") if row.us is not None]
+    assert asked.count(False) == sum(row.level == "xla" for row in rows)
+    assert {row.level for row in rows} == {"torch", "xla"}
 
 
 def test_table_and_pictures(swept):
