@@ -1,0 +1,85 @@
+"""Commands that share the GPUs of a machine: files of jobs, what is left at the end of the time, cores."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from bench import jobs
+from bench.jobs import Job
+
+
+def run(of: list[Job], tmp_path, seconds: float | None = None, gpus=(None, None)) -> jobs.Queue:
+    return jobs.run(of, gpus, tmp_path / "logs", seconds)
+
+
+def test_each_job_runs_once_and_a_failure_stops_no_other(tmp_path, capsys):
+    codes = [0, 0, 3, 0, 0]
+    queue = run([Job(f"job-{i}", f"echo said {i}; exit {code}") for i, code in enumerate(codes)], tmp_path)
+    assert (queue.failed, queue.left) == (["job-2"], [])
+    assert [(tmp_path / "logs" / f"job-{i}.log").read_text() for i in range(5)] == [f"said {i}\n" for i in range(5)]
+    printed = sorted(line.split(",")[0] for line in capsys.readouterr().out.splitlines())
+    assert printed == [f"job-{i}: exit code {code}" for i, code in enumerate(codes)]
+
+
+def test_a_job_sees_its_gpu_alone(tmp_path):
+    run(
+        [Job("a", "echo $CUDA_VISIBLE_DEVICES; sleep 1"), Job("b", "echo $CUDA_VISIBLE_DEVICES")],
+        tmp_path,
+        gpus=("4", "7"),
+    )
+    assert {(tmp_path / "logs" / f"{name}.log").read_text() for name in "ab"} == {"4\n", "7\n"}
+
+
+def test_at_the_end_of_the_time_jobs_are_interrupted_and_left(tmp_path, monkeypatch):
+    """One that writes what it holds, one that hears of nothing, and one that has not begun."""
+    monkeypatch.setattr(jobs, "GRACE_S", 0.5)
+    saves = f"""{sys.executable} -c "
+import time
+try: time.sleep(60)
+except KeyboardInterrupt: print('saved')
+" """
+    each = [Job("saves", saves), Job("deaf", "trap '' INT; sleep 60; sleep 60"), Job("later", "true")]
+    queue = run(each, tmp_path, seconds=1.5)
+    assert sorted(job.name for job in queue.left) == ["deaf", "later", "saves"]
+    assert queue.failed == []
+    assert (tmp_path / "logs" / "saves.log").read_text() == "saved\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: true\nb true\n", r":2: a job is `name: command`"),
+        ("a: true\n\n# of the same name\na: false\n", r":4: there are two jobs 'a'"),
+        ("a/b: true\n", "a name of letters, digits"),
+    ],
+)
+def test_a_file_that_is_no_good(text, said, tmp_path, capsys):
+    file = tmp_path / "jobs"
+    file.write_text(text)
+    with pytest.raises(jobs.JobsError, match=said):
+        jobs.read(file)
+    assert jobs.main([str(file)]) == 2
+    assert jobs.main([str(tmp_path / "none")]) == 2
+    assert "none: No such file" in capsys.readouterr().err
+
+
+def test_what_is_left_is_another_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jobs.environment, "MEASURED", tmp_path)
+    monkeypatch.setattr(jobs.torch.cuda, "device_count", lambda: 0)
+    file = tmp_path / "night"
+    file.write_text("first: sleep 60\nsecond: true\n")
+    assert jobs.main([str(file), "--seconds", "0.5"]) == 0
+    left = tmp_path / "night.left"
+    assert jobs.read(left) == jobs.read(file)
+    left.write_text("second: exit 4\n")
+    assert jobs.main([str(left)]) == 1
+    assert "failed: second" in capsys.readouterr().err
+    assert jobs.main([str(file), "--gpus", "0"]) == 2
+    assert "--gpus names 0; visible are none" in capsys.readouterr().err
+
+
+def test_cores_are_shared_out():
+    assert jobs.shares(range(8), 3) == [{0, 1}, {2, 3}, {4, 5}]
+    assert jobs.shares([5], 2) == [{5}, {5}]
