@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from bench import jobs
+from bench.__main__ import _selection, _sweep_parser
 from bench.jobs import Job
+from bench.measure.environment import ROOT
 
 
 def run(of: list[Job], tmp_path, seconds: float | None = None, gpus=(None, None)) -> jobs.Queue:
@@ -78,6 +80,18 @@ def test_what_is_left_is_another_file(tmp_path, monkeypatch, capsys):
     assert "failed: second" in capsys.readouterr().err
     assert jobs.main([str(file), "--gpus", "0"]) == 2
     assert "--gpus names 0; visible are none" in capsys.readouterr().err
+
+
+def test_what_is_open_is_a_file_of_jobs_with_commands_of_the_bench():
+    of = jobs.read(ROOT / "bench" / "open.jobs")
+    assert of
+    for job in of:
+        words = job.command.split()
+        words = words[words.index("python") :]
+        assert words[:2] == ["python", "-m"]
+        assert words[2] in ("bench", "bench.attention_backward")
+        if words[2:4] == ["bench", "--op"]:
+            _selection(_sweep_parser().parse_args(words[3:]))
 
 
 def test_cores_are_shared_out():
