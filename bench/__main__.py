@@ -55,7 +55,8 @@ Other commands, all reading rows that a sweep has written:
 and
   python -m bench peers                list the peers, their versions or how to get them
 Several GPUs: `torchrun --nproc-per-node N -m bench …` shares the cases among them;
-`torchrun --nproc-per-node N -m bench.scaling` measures what they do together.
+`torchrun --nproc-per-node N -m bench.scaling` measures what they do together;
+`python -m bench.jobs FILE` runs the commands of a file, one a GPU at a time.
 """
 
 

@@ -79,8 +79,10 @@ def wrong(subject: Subject, model: Any, by: str, compiled: bool, quick: bool) ->
     return hold_model(names, found, exact, naive)
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, budget: float) -> tuple[float, list[float]]:
-    """Seconds of the first call, and of each later one, with the host's part."""
+def seconds_of(
+    call: Callable[[], object], device: torch.device, budget: float, after_first: Callable[[], object] = int
+) -> tuple[float, list[float]]:
+    """Seconds of the first call, and of each later one, with the host's part. `after_first` is called between them."""
 
     def once() -> float:
         timing.synchronize(device)
@@ -90,6 +92,7 @@ def seconds_of(call: Callable[[], object], device: torch.device, budget: float) 
         return time.perf_counter() - begin
 
     first = once()
+    after_first()
     once()
     rounds: list[float] = []
     while len(rounds) < LEAST or (sum(rounds) < budget and len(rounds) < MOST):
@@ -132,9 +135,17 @@ def _training(subject: Subject, row: PatchedRow, model: Any, call: Any, quick: b
         optimizer.step()
         optimizer.zero_grad()
 
-    first, rounds = seconds_of(step, device, budget)
-    peak = torch.cuda.max_memory_allocated() if on_gpu else None
-    return dataclasses.replace(_timed(row, first, rounds, batch * tokens), peak_bytes=peak)
+    peaks: list[int] = []
+
+    def note_peak() -> None:
+        if on_gpu:
+            peaks.append(torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+
+    first, rounds = seconds_of(step, device, budget, note_peak)
+    note_peak()
+    whole, later = (max(peaks), peaks[-1]) if peaks else (None, None)
+    return dataclasses.replace(_timed(row, first, rounds, batch * tokens), peak_bytes=whole, later_peak_bytes=later)
 
 
 def _forward(subject: Subject, row: PatchedRow, model: Any, call: Any, quick: bool, budget: float) -> PatchedRow:

@@ -28,7 +28,7 @@ class PatchedRow:
     low_us: float | None  # quartiles
     high_us: float | None
     tokens_per_s: float | None
-    peak_bytes: int | None  # of GPU memory, of training with its optimizer
+    peak_bytes: int | None  # of GPU memory, of training with its optimizer, what the first step compiles and tunes too
     first_s: float | None  # the first call, with all that it compiles
     gpu: str | None
     torch: str
@@ -40,6 +40,7 @@ class PatchedRow:
     when: str
     wrong: str | None = None  # how results deviate; such a way has no times
     unsupported: str | None = None
+    later_peak_bytes: int | None = None  # of the steps after the first
 
 
 _KEPT: RowsOf[PatchedRow] = RowsOf(

@@ -46,11 +46,20 @@ def lines_of(rows: Sequence[PatchedRow]) -> list[list[str]]:
         name = f"{'compiled' if compiled else 'eager'}, {by if by == PLAIN else f'patched: {by}'}"
         step = by_pass.get((compiled, by, STEP))
         cells = [_cell(by_pass, compiled, by, pass_) for pass_ in (FORWARD, STEP)]
-        cells.append(f"{step.peak_bytes / 2**30:.1f} GiB" if step and step.peak_bytes else "–")
+        cells.append(_memory(step))
         cells.append(_cell(by_pass, compiled, by, DECODE))
         cells.append(f"{step.first_s:.1f} s" if step and step.first_s else "–")
         lines.append([name, *cells])
     return lines
+
+
+def _memory(step: PatchedRow | None) -> str:
+    """The peak of training, and that of the steps after the first where it is less."""
+    if step is None or not step.peak_bytes:
+        return "–"
+    shown = f"{step.peak_bytes / 2**30:.1f} GiB"
+    later = step.later_peak_bytes or step.peak_bytes
+    return f"{shown}, later {later / 2**30:.1f}" if later < 0.98 * step.peak_bytes else shown
 
 
 def _cell(by_pass: Mapping[tuple[bool, str, str], PatchedRow], compiled: bool, by: str, pass_: str) -> str:

@@ -82,14 +82,14 @@ def test_lines_compare_with_the_plain_model_of_their_mode():
     plain = measure.row_of(SUBJECTS["llama"], rows.PLAIN, False, rows.STEP, torch.bfloat16, False)
     plain = dataclasses.replace(plain, us=2000.0, tokens_per_s=1.0, peak_bytes=3 << 30, first_s=1.25)
     half = dataclasses.replace(plain, by="cuda", us=1000.0, peak_bytes=1 << 30)
-    compiled = dataclasses.replace(half, compiled=True)
+    compiled = dataclasses.replace(half, compiled=True, later_peak_bytes=(1 << 30) * 3 // 4)
     bad = dataclasses.replace(plain, by="triton", us=None, wrong="NaN", peak_bytes=None, first_s=None)
     decoded = dataclasses.replace(plain, pass_=rows.DECODE, tokens_per_s=250.0)
     assert shown.lines_of([half, compiled, bad, plain, decoded]) == [
         ["eager, plain", "–", "2 ms", "3.0 GiB", "250", "1.2 s"],
         ["eager, patched: cuda", "–", "1 ms (2.00 ×)", "1.0 GiB", "–", "1.2 s"],
         ["eager, patched: triton", "–", "wrong: NaN", "–", "–", "–"],
-        ["compiled, patched: cuda", "–", "1 ms", "1.0 GiB", "–", "1.2 s"],
+        ["compiled, patched: cuda", "–", "1 ms", "1.0 GiB, later 0.8", "–", "1.2 s"],
     ]
 
 
