@@ -6,6 +6,7 @@ attention implementation. Its own for PyTorch's attention expands every window t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -84,6 +85,12 @@ def build_mask(*args: Any, **given: Any) -> torch.Tensor | CausalWindow | None:
             if queries == 1 and sees_all and _all_real(padding, first_key, first_key + keys):
                 return None
     return None if _is_causal_in_graph(*args, **given) else sdpa_mask(*args, **given)
+
+
+def takes_padding(model: Any) -> bool:
+    """Whether a model without an encoder has the arguments that :func:`without_padding` looks at."""
+    names = inspect.signature(model.forward).parameters
+    return {"attention_mask", "position_ids"} <= set(names) and not model.config.is_encoder_decoder
 
 
 def without_padding(module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any] | None:

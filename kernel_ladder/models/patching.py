@@ -309,7 +309,7 @@ def _patch_attention(model: Any, backend: str, found: Report, undo: dict[str, An
             found.replaced.append(Entry(name, kind, "rope"))
     if reason is None and modules:
         undo["attention"] = before
-        if all(getattr(m, "is_causal", False) for _, m in modules) and not config.is_encoder_decoder:
+        if all(getattr(m, "is_causal", False) for _, m in modules) and masks.takes_padding(model.base_model):
             model.base_model.register_forward_pre_hook(masks.without_padding, with_kwargs=True)
 
 
