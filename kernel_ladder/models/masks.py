@@ -71,7 +71,7 @@ def build_mask(*args: Any, **given: Any) -> torch.Tensor | CausalWindow | None:
     from transformers.masking_utils import sdpa_mask
 
     padding = given.get("attention_mask")
-    if _repeats_one_element(padding):
+    if torch.compiler.is_compiling() and _repeats_one_element(padding):
         padding = given["attention_mask"] = None
     if isinstance(padding, CausalWindow):  # generate() builds masks itself, and the model passes them on
         return padding
