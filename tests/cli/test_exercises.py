@@ -412,5 +412,5 @@ kernel_ladder.backends("softmax")
 def test_a_file_of_rungs_that_clashes_is_refused(folder, scratch_table):
     path = written(folder, "mine", OWN_RUNG.format("").replace("torch.mine", "torch.naive"))
     kernel_ladder.backends("gelu")
-    with pytest.raises(RungFileError, match=r"line 11: ValueError: register: .* 'torch\.naive' already"):
+    with pytest.raises(RungFileError, match=r"line 12: ValueError: register: .* 'torch\.naive' already"):
         user_rungs.load_file(path)
