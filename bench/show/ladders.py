@@ -32,9 +32,10 @@ LINE_INCHES = 0.165
 BAR_INCHES = 0.19
 GAP_INCHES = 0.085
 HEAD_INCHES = 0.72
-#: Where bars begin, as a share of the width, and how much of it 100 % take.
+#: Where bars begin, as a share of the width, and how much of it 100 % take, unless a longer bar needs the room.
 BARS_FROM = 0.36
 FULL = 0.5
+LONGEST = 1.2 * FULL - 0.07  # with its label
 CHARACTERS = 84  # of an idea
 
 
@@ -98,18 +99,19 @@ def _picture(op: str, bars: Sequence[tuple[Row, float]], path: Path) -> None:
         _title(axes, op, bars)
         at = HEAD_INCHES
         backends = [row.backend for row, _ in bars]
+        full = min(FULL, LONGEST / max(share for _, share in bars))
         for (row, share), idea in zip(bars, ideas, strict=True):
             middle = at + BAR_INCHES / 2
             axes.text(0, middle, row.backend, va="center", color=TEXT, fontweight="bold")
             level, _, strength = step_of(row.backend, backends)
             colour = shade(level, strength)
-            axes.barh(middle, FULL * min(share, 1.2), height=BAR_INCHES * 0.8, left=BARS_FROM, color=colour)
+            axes.barh(middle, full * share, height=BAR_INCHES * 0.8, left=BARS_FROM, color=colour)
             label = f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
-            axes.text(BARS_FROM + FULL * min(share, 1.2) + 0.01, middle, label, va="center", color=TEXT)
+            axes.text(BARS_FROM + full * share + 0.01, middle, label, va="center", color=TEXT)
             axes.text(0, at + BAR_INCHES + LINE_INCHES / 2, idea, va="center", color=TEXT, fontsize=9)
             at += BAR_INCHES + LINE_INCHES * bool(idea) + GAP_INCHES
-        full = BARS_FROM + FULL
-        axes.plot([full, full], [HEAD_INCHES, inches], color=TEXT, linewidth=0.8, linestyle=":", alpha=0.6)
+        line = BARS_FROM + full
+        axes.plot([line, line], [HEAD_INCHES, inches], color=TEXT, linewidth=0.8, linestyle=":", alpha=0.6)
         figure.savefig(path, transparent=True, metadata={"Date": None})
         plt.close(figure)
 
@@ -118,7 +120,9 @@ def _title(axes: Axes, op: str, bars: Sequence[tuple[Row, float]]) -> None:
     first = bars[0][0]
     source = source_of([row for row, _ in bars])
     axes.text(0, 0.12, f"{op} {first.shape}, {first.dtype}", color=TEXT, va="center", fontsize=11, fontweight="bold")
-    axes.text(0, 0.33, f"% of the best other library's rate; {source}", color=TEXT, va="center")
+    libraries = any(row.level == "peer" or (row.level == "torch" and row.backend != "torch.naive") for row, _ in bars)
+    of = "the best other library's rate" if libraries else "the naive formula's rate"
+    axes.text(0, 0.33, f"% of {of}; {source}", color=TEXT, va="center")
     x = 0.0
     for level in dict.fromkeys(row.level for row, _ in bars):
         axes.text(x, 0.54, "■", color=COLOURS.get(level, OTHER), va="center")

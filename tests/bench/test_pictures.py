@@ -8,7 +8,9 @@ from bench.measure import lengths
 from bench.rows import store
 from bench.rows.published import published
 from bench.rows.store import Row
-from bench.show import memory, panels, pictures
+from bench.show import ladders, memory, panels, pictures
+
+from ..conftest import a_row
 
 
 def test_lines_join_shapes_whose_options_only_repeat_them(tmp_path):
@@ -81,3 +83,26 @@ def test_memory_is_drawn_against_the_length_at_the_headline_setting(tmp_path):
     assert picture.read_text() == drawn
     store.write(path, [r for r in chosen if r.shapes[0][2] == 4096])
     assert memory.draw(path) == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"), [("torch.builtin", "other library's"), ("torch.naive", "naive formula's")]
+)
+@pytest.mark.parametrize("times", [(100.0, 95.0), (1500.0, 100.0), (20000.0, 90.0)])
+def test_every_bar_of_a_ladder_and_its_label_fit(backend, said, times, tmp_path, monkeypatch):
+    """A rung may be a hundred times as fast as what there is to compare with. Bars stay in proportion."""
+    seen, texts = [], []
+    draw, write = ladders.Axes.barh, ladders.Axes.text
+    monkeypatch.setattr(ladders.Axes, "barh", lambda *a, **k: seen.append((a[2], k["left"])) or draw(*a, **k))
+    monkeypatch.setattr(ladders.Axes, "text", lambda *a, **k: texts.append(a[3]) or write(*a, **k))
+    names = backend, "cuda.vectorized"
+    rows = [
+        a_row(op="rope", backend=name, level=name.partition(".")[0], us=us)
+        for name, us in zip(names, times, strict=True)
+    ]
+    bars = [(row, times[0] / row.us) for row in rows]
+    ladders._picture("rope", bars, tmp_path / "ladder.svg")
+    (first, _), (last, left) = seen
+    assert last / first == pytest.approx(times[0] / times[1])
+    assert left + last <= 0.9
+    assert any(said in text for text in texts)
