@@ -22,7 +22,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -129,6 +130,22 @@ class Queue:
                 return None
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """What is started here hears of an interrupt, also where this process does not, as one in the background.
+
+    An ignored signal stays ignored in children; one with a handler has its default there.
+    """
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        if ignored and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def run(jobs: Sequence[Job], gpus: Sequence[str | None], logs: Path, seconds: float | None) -> Queue:
     """Run jobs, each on the GPU that is free first."""
     logs.mkdir(parents=True, exist_ok=True)
@@ -138,10 +155,11 @@ def run(jobs: Sequence[Job], gpus: Sequence[str | None], logs: Path, seconds: fl
         threading.Thread(target=queue.serve, args=(gpu, part))
         for gpu, part in zip(gpus, shares(cores, len(gpus)), strict=True)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with interruptible():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     queue.left += queue.waiting
     return queue
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from bench import jobs
@@ -32,12 +34,18 @@ def test_a_job_sees_its_gpu_alone(tmp_path):
     assert {(tmp_path / "logs" / f"{name}.log").read_text() for name in "ab"} == {"4\n", "7\n"}
 
 
-def test_at_the_end_of_the_time_jobs_are_interrupted_and_left(tmp_path, monkeypatch):
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler], ids=["background", "terminal"])
+def test_at_the_end_of_the_time_jobs_are_interrupted_and_left(handler, tmp_path, monkeypatch):
     """One that writes what it holds, one that hears of nothing, and one that has not begun."""
     monkeypatch.setattr(jobs, "GRACE_S", 0.5)
+    before = signal.signal(signal.SIGINT, handler)
     saves = "trap 'echo saved; exit 1' INT; while :; do sleep 0.1; done"
     each = [Job("saves", saves), Job("deaf", "trap '' INT; sleep 60; sleep 60"), Job("later", "true")]
-    queue = run(each, tmp_path, seconds=1.5)
+    try:
+        queue = run(each, tmp_path, seconds=1.5)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert sorted(job.name for job in queue.left) == ["deaf", "later", "saves"]
     assert queue.failed == []
     assert (tmp_path / "logs" / "saves.log").read_text() == "saved\n"
