@@ -14,13 +14,11 @@
 namespace kl {
 namespace {
 
-/// A block keeps two operands of 64 rows, and two stages of two streamed tiles of 64 rows with their statistics.
+/// Head dimensions up to 128: one warpgroup a block, and several blocks an SM.
 template <int HEAD_DIM_, int BLOCKS_>
-struct BackwardShape {
-    static constexpr int HEAD_DIM = HEAD_DIM_, BLOCKS = BLOCKS_, THREADS = WARPGROUP;  // BLOCKS: per SM
-    static constexpr int ROWS = 64, PANELS = HEAD_DIM / PANEL, PANEL_BYTES = ROWS * SWIZZLE_ROW;
-    static constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
-    static constexpr int SHARED = SWIZZLE_ATOM + (2 + 2 * STAGES) * TILE_BYTES + STAGES * STATS_BYTES + 3 * 8;
+struct BackwardShape : BackwardTile<HEAD_DIM_> {
+    static constexpr int BLOCKS = BLOCKS_, THREADS = WARPGROUP;  // BLOCKS: per SM
+    static constexpr int SHARED = SWIZZLE_ATOM + BackwardTile<HEAD_DIM_>::ALL_BYTES + STAGES * STATS_BYTES + 3 * 8;
     static_assert(BLOCKS * (SHARED + 1024) <= 228 * 1024 && STAGES == 2);
 };
 using Backward64 = BackwardShape<64, 3>;
@@ -29,16 +27,14 @@ using Backward128 = BackwardShape<128, 2>;
 #if KL_SM90A
 
 template <typename S>
-struct BackwardSmem {
-    uint32_t resident;
+struct BackwardSmem : BackwardTiles<S> {
+    using Tiles = BackwardTiles<S>;
+    using Tiles::Tiles;
 
-    __device__ explicit BackwardSmem(const void* shared)
-        : resident((shared_address(shared) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM) {}
-    __device__ uint32_t resident_other() const { return resident + S::TILE_BYTES; }
-    __device__ uint32_t streamed(int i) const { return resident + (2 + 2 * stage_of(i)) * S::TILE_BYTES; }
-    __device__ uint32_t streamed_other(int i) const { return streamed(i) + S::TILE_BYTES; }
-    __device__ uint32_t stats(int i) const { return end() + stage_of(i) * STATS_BYTES; }
-    __device__ uint32_t resident_full() const { return end() + STAGES * STATS_BYTES; }
+    __device__ uint32_t streamed(int i) const { return Tiles::streamed(stage_of(i)); }
+    __device__ uint32_t streamed_other(int i) const { return Tiles::streamed_other(stage_of(i)); }
+    __device__ uint32_t stats(int i) const { return this->tiles_end() + stage_of(i) * STATS_BYTES; }
+    __device__ uint32_t resident_full() const { return this->tiles_end() + STAGES * STATS_BYTES; }
     __device__ uint32_t full(int i) const { return resident_full() + 8 + 8 * stage_of(i); }
 
     /// All threads of the block must call it.
@@ -49,19 +45,6 @@ struct BackwardSmem {
         }
         __syncthreads();
     }
-    /// One thread loads two tiles; `barrier` is full when they have landed, and `more` bytes that the caller requests.
-    __device__ void load(uint32_t shared, uint32_t barrier, const CUtensorMap& map, const CUtensorMap& other, int row,
-                         int head, int batch, int more) const {
-        mbarrier_arrive_expect_tx(barrier, 2 * S::TILE_BYTES + more);
-#pragma unroll
-        for (int p = 0; p < S::PANELS; ++p) {
-            tma_load(shared + p * S::PANEL_BYTES, map, barrier, p * PANEL, row, head, batch);
-            tma_load(shared + S::TILE_BYTES + p * S::PANEL_BYTES, other, barrier, p * PANEL, row, head, batch);
-        }
-    }
-
-  private:
-    __device__ uint32_t end() const { return resident + (2 + 2 * STAGES) * S::TILE_BYTES; }
 };
 
 #endif
@@ -200,23 +183,41 @@ __global__ void __launch_bounds__(WARPGROUP, S::BLOCKS)
 #endif
 }
 
-template <typename T, typename S, auto* QUERY_KERNEL, auto* KEY_KERNEL>
+/// The kernels of a shape.
+template <typename T, typename S>
+constexpr auto* query_kernel() {
+    if constexpr (S::THREADS == WARPGROUP) {
+        return attention_backward_wgmma_query_kernel<T, S>;
+    } else {
+        return attention_backward_wgmma_wide_query_kernel<T, S>;
+    }
+}
+template <typename T, typename S>
+constexpr auto* key_kernel() {
+    if constexpr (S::THREADS == WARPGROUP) {
+        return attention_backward_wgmma_key_kernel<T, S>;
+    } else {
+        return attention_backward_wgmma_wide_key_kernel<T, S>;
+    }
+}
+
+template <typename T, typename S>
 void run_backward(BackwardCall& call) {
     const Attention& a = call.a;
     const Launch& launch = call.launch;
-    call.prepare<QUERY_KERNEL>(S::SHARED);
-    call.prepare<KEY_KERNEL>(S::SHARED);
+    constexpr auto of_query = query_kernel<T, S>();
+    constexpr auto of_key = key_kernel<T, S>();
+    call.prepare<of_query>(S::SHARED);
+    call.prepare<of_key>(S::SHARED);
     const BackwardMaps maps = call.maps(S::ROWS, S::ROWS);
     run_preprocess<T>(attention_backward_wgmma_preprocess_kernel<T>, call, nullptr, 0);
     const auto grad_query = call.gradient<T>(call.grad_query);
     const auto grad_key = call.gradient<T>(call.grad_key), grad_value = call.gradient<T>(call.grad_value);
     const auto query_grid = grid_size(a.batches * a.heads * call.query_tiles());
-    const auto query_kernel = QUERY_KERNEL;
-    query_kernel<<<query_grid, S::THREADS, S::SHARED, launch.stream>>>(grad_query, call.stats_pointer(), maps, a);
+    of_query<<<query_grid, S::THREADS, S::SHARED, launch.stream>>>(grad_query, call.stats_pointer(), maps, a);
     KL_LAUNCH_CHECK();
     const auto key_grid = grid_size(a.batches * a.heads_kv * ceil_div(a.S_k, S::ROWS));
-    const auto key_kernel = KEY_KERNEL;
-    key_kernel<<<key_grid, S::THREADS, S::SHARED, launch.stream>>>(grad_key, grad_value, call.stats_pointer(), maps, a);
+    of_key<<<key_grid, S::THREADS, S::SHARED, launch.stream>>>(grad_key, grad_value, call.stats_pointer(), maps, a);
     KL_LAUNCH_CHECK();
 }
 
@@ -232,13 +233,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_wgmma(const Tensor& grad, 
     return call.results<Backward64, Backward128, Backward192, Backward256>([&](auto zero, auto shape) {
         using T = decltype(zero);
         using S = decltype(shape);
-        if constexpr (S::HEAD_DIM <= 128) {
-            run_backward<T, S, attention_backward_wgmma_query_kernel<T, S>, attention_backward_wgmma_key_kernel<T, S>>(
-                call);
-        } else {
-            run_backward<T, S, attention_backward_wgmma_wide_query_kernel<T, S>,
-                         attention_backward_wgmma_wide_key_kernel<T, S>>(call);
-        }
+        run_backward<T, S>(call);
     });
 }
 
@@ -249,33 +244,21 @@ void attention_wgmma_backward_kernel_attributes(std::vector<KernelAttributes>& a
         attributes.push_back(kernel_attributes<attention_backward_wgmma_preprocess_kernel<T>>(
             "attention_backward.wgmma.preprocess", PREPROCESS_THREADS));
     });
-    hopper_attributes<Backward64, Backward128>(
-        attributes, dtype, {"attention_backward.wgmma.query.64", "attention_backward.wgmma.query.128"},
+    hopper_attributes<Backward64, Backward128, Backward192, Backward256>(
+        attributes, dtype,
+        {"attention_backward.wgmma.query.64", "attention_backward.wgmma.query.128",
+         "attention_backward.wgmma.query.192", "attention_backward.wgmma.query.256"},
         [](auto zero, auto shape, const char* name) {
-            using T = decltype(zero);
             using S = decltype(shape);
-            return kernel_attributes<attention_backward_wgmma_query_kernel<T, S>>(name, WARPGROUP, S::SHARED);
+            return kernel_attributes<query_kernel<decltype(zero), S>()>(name, S::THREADS, S::SHARED);
         });
-    hopper_attributes<Backward64, Backward128>(
-        attributes, dtype, {"attention_backward.wgmma.key.64", "attention_backward.wgmma.key.128"},
+    hopper_attributes<Backward64, Backward128, Backward192, Backward256>(
+        attributes, dtype,
+        {"attention_backward.wgmma.key.64", "attention_backward.wgmma.key.128", "attention_backward.wgmma.key.192",
+         "attention_backward.wgmma.key.256"},
         [](auto zero, auto shape, const char* name) {
-            using T = decltype(zero);
             using S = decltype(shape);
-            return kernel_attributes<attention_backward_wgmma_key_kernel<T, S>>(name, WARPGROUP, S::SHARED);
-        });
-    hopper_attributes<Backward192, Backward256>(
-        attributes, dtype, {"attention_backward.wgmma.query.192", "attention_backward.wgmma.query.256"},
-        [](auto zero, auto shape, const char* name) {
-            using T = decltype(zero);
-            using S = decltype(shape);
-            return kernel_attributes<attention_backward_wgmma_wide_query_kernel<T, S>>(name, S::THREADS, S::SHARED);
-        });
-    hopper_attributes<Backward192, Backward256>(
-        attributes, dtype, {"attention_backward.wgmma.key.192", "attention_backward.wgmma.key.256"},
-        [](auto zero, auto shape, const char* name) {
-            using T = decltype(zero);
-            using S = decltype(shape);
-            return kernel_attributes<attention_backward_wgmma_wide_key_kernel<T, S>>(name, S::THREADS, S::SHARED);
+            return kernel_attributes<key_kernel<decltype(zero), S>()>(name, S::THREADS, S::SHARED);
         });
 }
 

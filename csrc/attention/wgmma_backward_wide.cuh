@@ -16,24 +16,55 @@
 
 namespace kl {
 
-/// A block keeps two operands of 64 rows, and two stages of two streamed tiles of 64 rows with their statistics.
+/// A block keeps two tiles of 64 rows, and two stages of two streamed ones with their statistics.
 template <int HEAD_DIM_>
-struct WideBackward {
-    static constexpr int HEAD_DIM = HEAD_DIM_, ROWS = 64, THREADS = 3 * WARPGROUP;
+struct BackwardTile {
+    static constexpr int HEAD_DIM = HEAD_DIM_, ROWS = 64;
+    static constexpr int PANELS = HEAD_DIM / PANEL, PANEL_BYTES = ROWS * SWIZZLE_ROW;
+    static constexpr int TILE_BYTES = PANELS * PANEL_BYTES, ALL_BYTES = (2 + 2 * STAGES) * TILE_BYTES;
+};
+
+/// Head dimensions above 128: one loading warpgroup and two that compute, one block an SM.
+template <int HEAD_DIM_>
+struct WideBackward : BackwardTile<HEAD_DIM_> {
+    using Tile = BackwardTile<HEAD_DIM_>;
+    static constexpr int HEAD_DIM = HEAD_DIM_, ROWS = Tile::ROWS, THREADS = 3 * WARPGROUP;
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
     static constexpr int COLUMNS = 128, OTHER_COLUMNS = HEAD_DIM - COLUMNS;  // of dQ, by warpgroup
-    static constexpr int PANELS = HEAD_DIM / PANEL, PANEL_BYTES = ROWS * SWIZZLE_ROW;
-    static constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
     static constexpr int WEIGHTS_BYTES = ROWS * QUERY_TILE * 4, GRADS_BYTES = ROWS * QUERY_TILE * 2;
     static constexpr int BARRIERS = 1 + 2 * STAGES + 4;
-    static constexpr int SHARED = SWIZZLE_ATOM + (2 + 2 * STAGES) * TILE_BYTES + WEIGHTS_BYTES + GRADS_BYTES +
-                                  STAGES * STATS_BYTES + BARRIERS * 8;
+    static constexpr int SHARED =
+        SWIZZLE_ATOM + Tile::ALL_BYTES + WEIGHTS_BYTES + GRADS_BYTES + STAGES * STATS_BYTES + BARRIERS * 8;
     static_assert(SHARED <= 227 * 1024 && HEAD_DIM % PANEL == 0 && OTHER_COLUMNS % PANEL == 0);
 };
 using Backward192 = WideBackward<192>;
 using Backward256 = WideBackward<256>;
 
 #if KL_SM90A
+
+/// Where the tiles of a block lie in shared memory.
+template <typename S>
+struct BackwardTiles {
+    uint32_t resident;
+
+    __device__ explicit BackwardTiles(const void* shared)
+        : resident((shared_address(shared) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM) {}
+    __device__ uint32_t resident_other() const { return resident + S::TILE_BYTES; }
+    __device__ uint32_t streamed(int stage) const { return resident + (2 + 2 * stage) * S::TILE_BYTES; }
+    __device__ uint32_t streamed_other(int stage) const { return streamed(stage) + S::TILE_BYTES; }
+    __device__ uint32_t tiles_end() const { return resident + S::ALL_BYTES; }
+
+    /// One thread loads two tiles; `barrier` is full when they have landed, and `more` bytes that the caller requests.
+    __device__ void load(uint32_t shared, uint32_t barrier, const CUtensorMap& map, const CUtensorMap& other, int row,
+                         int head, int batch, int more) const {
+        mbarrier_arrive_expect_tx(barrier, 2 * S::TILE_BYTES + more);
+#pragma unroll
+        for (int p = 0; p < S::PANELS; ++p) {
+            tma_load(shared + p * S::PANEL_BYTES, map, barrier, p * PANEL, row, head, batch);
+            tma_load(shared + S::TILE_BYTES + p * S::PANEL_BYTES, other, barrier, p * PANEL, row, head, batch);
+        }
+    }
+};
 
 /// Barriers: who arrives, and how often in a phase.
 ///   resident_full   the loading thread, with the bytes of the two tiles that stay
@@ -44,15 +75,10 @@ using Backward256 = WideBackward<256>;
 ///   grads_full      the four warps of warpgroup 1, which have written dS
 ///   grads_empty     the four warps of warpgroup 0, which have read it
 template <typename S>
-struct WideSmem {
-    uint32_t resident;
+struct WideSmem : BackwardTiles<S> {
+    using BackwardTiles<S>::BackwardTiles;
 
-    __device__ explicit WideSmem(const void* shared)
-        : resident((shared_address(shared) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM) {}
-    __device__ uint32_t resident_other() const { return resident + S::TILE_BYTES; }
-    __device__ uint32_t streamed(int stage) const { return resident + (2 + 2 * stage) * S::TILE_BYTES; }
-    __device__ uint32_t streamed_other(int stage) const { return streamed(stage) + S::TILE_BYTES; }
-    __device__ uint32_t weights() const { return resident + (2 + 2 * STAGES) * S::TILE_BYTES; }
+    __device__ uint32_t weights() const { return this->tiles_end(); }
     __device__ uint32_t grads() const { return weights() + S::WEIGHTS_BYTES; }
     __device__ uint32_t stats(int stage) const { return grads() + S::GRADS_BYTES + stage * STATS_BYTES; }
     __device__ uint32_t resident_full() const { return barrier(0); }
@@ -74,16 +100,6 @@ struct WideSmem {
             mbarrier_init_fence();
         }
         __syncthreads();
-    }
-    /// One thread loads two tiles; `barrier` is full when they have landed, and `more` bytes that the caller requests.
-    __device__ void load(uint32_t shared, uint32_t barrier, const CUtensorMap& map, const CUtensorMap& other, int row,
-                         int head, int batch, int more) const {
-        mbarrier_arrive_expect_tx(barrier, 2 * S::TILE_BYTES + more);
-#pragma unroll
-        for (int p = 0; p < S::PANELS; ++p) {
-            tma_load(shared + p * S::PANEL_BYTES, map, barrier, p * PANEL, row, head, batch);
-            tma_load(shared + S::TILE_BYTES + p * S::PANEL_BYTES, other, barrier, p * PANEL, row, head, batch);
-        }
     }
 
   private:
