@@ -30,14 +30,13 @@ from pathlib import Path
 import torch
 
 from bench.measure import environment
+from bench.ranks import VISIBLE
+from bench.rows import store
+from bench.usage import UsageError
 
 #: Seconds that an interrupted job has to write what it holds.
 GRACE_S = 5.0
 _LINE = re.compile(r"([\w.-]+):\s+(\S.*)")
-
-
-class JobsError(Exception):
-    """The file, or an option, is no good. The message says what is accepted."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +51,23 @@ def read(path: Path) -> list[Job]:
     """The jobs of a file.
 
     Raises:
-        JobsError: there is no such file, a line is no job, or two jobs have one name.
+        UsageError: there is no such file, a line is no job, or two jobs have one name.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise JobsError(f"{path}: {error.strerror}") from None
+        raise UsageError(f"{path}: {error.strerror}") from None
     jobs: dict[str, Job] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         found = _LINE.fullmatch(line.strip())
         if found is None:
-            raise JobsError(f"{path}:{number}: a job is `name: command`, with a name of letters, digits, '_', '.', '-'")
+            raise UsageError(
+                f"{path}:{number}: a job is `name: command`, with a name of letters, digits, '_', '.', '-'"
+            )
         if found[1] in jobs:
-            raise JobsError(f"{path}:{number}: there are two jobs {found[1]!r}; their logs would be one")
+            raise UsageError(f"{path}:{number}: there are two jobs {found[1]!r}; their logs would be one")
         jobs[found[1]] = Job(found[1], found[2])
     return list(jobs.values())
 
@@ -96,7 +97,7 @@ class Queue:
     def serve(self, gpu: str | None, cores: set[int]) -> None:
         """Run jobs on a GPU, or on none, until there are no more."""
         with tempfile.TemporaryDirectory() as folder:  # Nsight Compute locks a file there: one for each GPU
-            own = {"TMPDIR": folder} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+            own = {"TMPDIR": folder} | ({} if gpu is None else {VISIBLE: gpu})
             while (job := self.next()) is not None:
                 begin = time.monotonic()
                 code = self._run(job, {**os.environ, **own}, cores)
@@ -120,13 +121,12 @@ class Queue:
             try:
                 return process.wait(None if self.end is None else max(0.0, self.end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                for number, patience in ((signal.SIGINT, GRACE_S), (signal.SIGKILL, None)):
-                    os.killpg(process.pid, number)
-                    try:
-                        process.wait(patience)
-                        return None
-                    except subprocess.TimeoutExpired:
-                        continue
+                os.killpg(process.pid, signal.SIGINT)
+                try:
+                    process.wait(GRACE_S)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
                 return None
 
 
@@ -136,14 +136,15 @@ def interruptible() -> Iterator[None]:
 
     An ignored signal stays ignored in children; one with a handler has its default there.
     """
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, lambda number, frame: None)
+    in_main = threading.current_thread() is threading.main_thread()  # no other may set handlers
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         yield
     finally:
-        if ignored and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def run(jobs: Sequence[Job], gpus: Sequence[str | None], logs: Path, seconds: float | None) -> Queue:
@@ -173,19 +174,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         jobs = read(args.file)
         if args.seconds is not None and not args.seconds > 0:
-            raise JobsError(f"--seconds must be positive, got {args.seconds}")
+            raise UsageError(f"--seconds must be positive, got {args.seconds}")
         count = torch.cuda.device_count()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
+        visible = os.environ.get(VISIBLE, ",".join(map(str, range(count)))).split(",")[:count]
         gpus = [*(visible or [None])] if args.gpus is None else args.gpus.split(",")
         if args.gpus is not None and (unknown := set(gpus) - set(visible)):
-            raise JobsError(f"--gpus names {', '.join(sorted(unknown))}; visible are {', '.join(visible) or 'none'}")
-    except JobsError as error:
+            raise UsageError(f"--gpus names {', '.join(sorted(unknown))}; visible are {', '.join(visible) or 'none'}")
+    except UsageError as error:
         print(f"python -m bench.jobs: {error}", file=sys.stderr)
         return 2
     queue = run(jobs, gpus, environment.MEASURED / "jobs", args.seconds)
     if queue.left:
         left = args.file.with_name(args.file.name.removesuffix(".left") + ".left")
-        left.write_text("".join(f"{job.name}: {job.command}\n" for job in queue.left), encoding="utf-8")
+        store.replace(left, "".join(f"{job.name}: {job.command}\n" for job in queue.left))
         print(f"{len(queue.left)} jobs are left: {left}")
     if queue.failed:
         print(f"failed: {', '.join(queue.failed)}; their logs are in {queue.logs}", file=sys.stderr)

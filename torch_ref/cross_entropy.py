@@ -16,9 +16,6 @@ from kernel_ladder.semantics.norms import computation_dtype, on_cpu_in_16_bits
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 
-#: Rows that float16 counts; more are infinity.
-F16_MAX = 65504
-
 
 def _reduced(loss: torch.Tensor, kept: torch.Tensor, reduction: str) -> torch.Tensor:
     if reduction == "none":
@@ -64,7 +61,9 @@ def builtin(
     """PyTorch's two kernels, and its logsumexp for the z-loss. On a GPU a label that is no class stops the process."""
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     wide = computation_dtype(input.dtype)
-    no_room = input.dtype is torch.float16 and (label_smoothing or (reduction == "mean" and target.numel() > F16_MAX))
+    no_room = input.dtype is torch.float16 and (
+        label_smoothing or (reduction == "mean" and target.numel() > torch.finfo(torch.float16).max)
+    )
     if on_cpu_in_16_bits(input) or no_room:
         # PyTorch adds up smoothed rows in the input's dtype, on a CPU exponentials and losses too. A mean's gradient is
         # divided by the number of rows in that dtype. float16 has no room.

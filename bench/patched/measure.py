@@ -80,7 +80,7 @@ def wrong(subject: Subject, model: Any, by: str, compiled: bool, quick: bool) ->
 
 
 def seconds_of(
-    call: Callable[[], object], device: torch.device, budget: float, after_first: Callable[[], object] = int
+    call: Callable[[], object], device: torch.device, budget: float, after_first: Callable[[], object] | None = None
 ) -> tuple[float, list[float]]:
     """Seconds of the first call, and of each later one, with the host's part. `after_first` is called between them."""
 
@@ -92,7 +92,8 @@ def seconds_of(
         return time.perf_counter() - begin
 
     first = once()
-    after_first()
+    if after_first is not None:
+        after_first()
     once()
     rounds: list[float] = []
     while len(rounds) < LEAST or (sum(rounds) < budget and len(rounds) < MOST):
@@ -171,9 +172,11 @@ def _decode(subject: Subject, row: PatchedRow, model: Any, quick: bool) -> Patch
     first, less = seconds_of(lambda: generate(short), given.device, 0.0)
     _, more = seconds_of(lambda: generate(long), given.device, 0.0)
     each = [(b - a) / (long - short) for a, b in zip(sorted(less), sorted(more), strict=False)]
-    return _timed(
-        dataclasses.replace(row, shape=f"{subject.layers(quick)} layers, 1 × {prompt} tokens"), first, each, 1
-    )
+    row = dataclasses.replace(row, shape=f"{subject.layers(quick)} layers, 1 × {prompt} tokens")
+    timed = _timed(row, first, each, 1)
+    if timed.low_us is not None and timed.low_us > 0:
+        return timed
+    return dataclasses.replace(row, unsupported="a token's time is lost in the noise of the prompt's")
 
 
 def measure(subject: Subject, by: str, compiled: bool, passes: list[str], quick: bool) -> list[PatchedRow]:

@@ -84,7 +84,7 @@ def build_mask(*args: Any, **given: Any) -> torch.Tensor | CausalWindow | None:
             sees_all = first_key + keys - 1 <= first < first_key + size
             if queries == 1 and sees_all and _all_real(padding, first_key, first_key + keys):
                 return None
-    return None if _is_causal_in_graph(*args, **given) else sdpa_mask(*args, **given)
+    return None if not args and _is_causal_in_graph(given) else sdpa_mask(*args, **given)
 
 
 def takes_padding(model: Any) -> bool:
@@ -112,9 +112,9 @@ def _repeats_one_element(padding: Any) -> bool:
     return isinstance(padding, torch.Tensor) and padding.dim() == 2 and padding.stride() == (0, 0)
 
 
-def _is_causal_in_graph(*args: Any, **given: Any) -> bool:
+def _is_causal_in_graph(given: dict[str, Any]) -> bool:
     """Whether torch.compile traces a mask of equal lengths that is causal and nothing else."""
-    if args or given.get("attention_mask") is not None or not torch.compiler.is_compiling():
+    if given.get("attention_mask") is not None or not torch.compiler.is_compiling():
         return False
     queries, keys, size = given["q_length"], given["kv_length"], given.get("local_size")
     if not given.get("allow_is_causal_skip", True) or (size is not None and keys >= size):

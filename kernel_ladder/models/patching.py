@@ -64,7 +64,7 @@ def patch(model: torch.nn.Module, backend: str = "auto", report: bool = True, *,
     if hasattr(model, UNDO):
         unpatch(model)
     found = Report(type(model).__name__, backend)
-    undo: dict[str, Any] = {"modules": [], "attention": None}
+    undo: dict[str, Any] = {"modules": [], "attention": None, "hook": None}
     if not keep_logits:
         _patch_loss(model, backend, found, undo)
     for name, module in model.named_modules():
@@ -102,9 +102,8 @@ def unpatch(model: torch.nn.Module) -> None:
                 module.__dict__[key] = value
     if undo["attention"] is not None:
         model.set_attn_implementation(undo["attention"])  # type: ignore[operator]
-        hooks: dict[int, Any] = model.base_model._forward_pre_hooks  # type: ignore[union-attr, assignment]
-        for number in [number for number, hook in hooks.items() if hook is masks.without_padding]:
-            del hooks[number], model.base_model._forward_pre_hooks_with_kwargs[number]  # type: ignore[union-attr]
+    if undo["hook"] is not None:
+        undo["hook"].remove()
     object.__delattr__(model, UNDO)
 
 
@@ -310,7 +309,7 @@ def _patch_attention(model: Any, backend: str, found: Report, undo: dict[str, An
     if reason is None and modules:
         undo["attention"] = before
         if all(getattr(m, "is_causal", False) for _, m in modules) and masks.takes_padding(model.base_model):
-            model.base_model.register_forward_pre_hook(masks.without_padding, with_kwargs=True)
+            undo["hook"] = model.base_model.register_forward_pre_hook(masks.without_padding, with_kwargs=True)
 
 
 def _why_no_rope(model: torch.nn.Module, cls: type, backend: str) -> str | None:

@@ -62,7 +62,7 @@ def test_at_the_end_of_the_time_jobs_are_interrupted_and_left(handler, tmp_path,
 def test_a_file_that_is_no_good(text, said, tmp_path, capsys):
     file = tmp_path / "jobs"
     file.write_text(text)
-    with pytest.raises(jobs.JobsError, match=said):
+    with pytest.raises(jobs.UsageError, match=said):
         jobs.read(file)
     assert jobs.main([str(file)]) == 2
     assert jobs.main([str(tmp_path / "none")]) == 2
