@@ -43,6 +43,14 @@ def concrete(size: int | torch.SymInt) -> int:
     return 1 if hint is None else int(hint)
 
 
+def dense_at_a_glance(x: torch.Tensor) -> bool:
+    """Whether a tensor with data is contiguous. Of a traced one it is not asked: the answer would be a guard.
+
+    A view of a cache becomes contiguous when the cache is full, and would be compiled for once more.
+    """
+    return not is_compiling() and type(x) in PLAIN and x.is_contiguous()
+
+
 def in_graph() -> bool:
     """Whether a formula's tensor operations become part of a graph that the caller compiles."""
     return _state.formula or is_compiling()

@@ -12,7 +12,7 @@ from kernel_ladder import gpu
 from kernel_ladder.semantics.deterministic import refusal as refused_as_not_deterministic
 from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW, seen
 from kernel_ladder.semantics.strides import gradients_in_layout_of
-from kernel_ladder.tracing import concrete, in_graph, wants_gradient
+from kernel_ladder.tracing import concrete, dense_at_a_glance, in_graph, wants_gradient
 from kernel_ladder.transforms import under_vmap
 
 #: Most batches, or heads, in the grid of PyTorch's fused kernels.
@@ -206,8 +206,7 @@ def faults(*inputs: torch.Tensor) -> str | None:
         unit = 16 // x.element_size()
         if x.shape[-1] % unit:
             continue  # PyTorch pads it into an aligned copy, or takes no fused kernel
-        # In a graph the question would be a guard: a cache that is full is contiguous, and would be compiled for anew.
-        if not torch.compiler.is_compiling() and x.is_contiguous() and x.storage_offset() % unit == 0:
+        if dense_at_a_glance(x) and x.storage_offset() % unit == 0:
             continue  # the common case, and a quick check
         strides = zip(x.stride()[:-1], x.shape[:-1], strict=True)
         # A torch.compile trace knows where a view begins. Inductor copies inputs that begin elsewhere than its example.

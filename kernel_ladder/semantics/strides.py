@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.compiler import is_compiling
 
 from kernel_ladder.spec import Inputs, Output, as_tuple, each
+from kernel_ladder.tracing import dense_at_a_glance
 
 
 def collapse(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
@@ -38,8 +38,7 @@ def collapse(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], 
 def has_rows_at(x: torch.Tensor, multiple: int) -> bool:
     """Whether rows are dense and all their strides are positive multiples of `multiple` elements."""
     sizes = x.shape
-    # The common case, and a quick check. In a graph it would be a guard: a cache that fills up becomes contiguous.
-    if not is_compiling() and sizes[-1] % multiple == 0 and x.is_contiguous():
+    if sizes[-1] % multiple == 0 and dense_at_a_glance(x):  # the common case, and a quick check
         return True
     strides = x.stride()
     if strides[-1] != 1 and sizes[-1] > 1:
