@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import math
 import os
@@ -180,6 +181,18 @@ def forget_compiled() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def captured(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """``torch.cuda.graph`` in which no garbage is collected: modules of other tests' kernels, freed, would break it."""
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, **options):
+            yield
+    finally:
+        gc.enable()
 
 
 #: What the rows of a timed operation have.

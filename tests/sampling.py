@@ -21,7 +21,7 @@ MODES_OF_DEFAULT = ("compile.reduce_overhead", "compile.max_autotune")
 #: Of how many cases one is run, by what stands in its name: rungs first, then levels.
 SHARES = {
     "cpu": {"compile": 12, "xla": 12, "triton": 3, "cuda": 3},
-    "cuda": {**dict.fromkeys(MODES_OF_DEFAULT, 40), "compile": 16, "xla": 16, "triton": 8},
+    "cuda": {**dict.fromkeys(MODES_OF_DEFAULT, 40), "compile": 16, "xla": 16, "triton": 12},
 }
 _RUNG = re.compile(r"\b(torch|compile|xla|triton|cuda)\.\w+")
 

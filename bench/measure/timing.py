@@ -139,6 +139,7 @@ def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
     """`run` as a CUDA graph, or None where it does something that cannot be captured, or memory for it is short."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
+    _drop_workspaces()  # so that cuBLAS's are of the graph's own memory
     # Not torch.cuda.graph(): it collects garbage and empties the cache each time, a tenth of a second a variant.
     # Garbage collected during the capture could free what the capture forbids to free, so it waits.
     collecting = gc.isenabled()
@@ -155,9 +156,21 @@ def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         torch.cuda.synchronize()
         return None
     finally:
+        _drop_workspaces()  # nothing else may use those of the graph
         if collecting:
             gc.enable()
     return graph
+
+
+def _drop_workspaces() -> None:
+    """Let cuBLAS allocate its workspaces anew.
+
+    A graph does not keep alive those that are there before it. Who records another, as ``compile.reduce_overhead``
+    does, frees them (torch/_inductor/cudagraph_trees.py): replays of the first graph then write over others' memory.
+    """
+    drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if drop is not None:
+        drop()
 
 
 def side_stream(device: torch.device) -> Any:

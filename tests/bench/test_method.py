@@ -263,6 +263,23 @@ def test_what_would_sit_in_the_l2_comes_from_memory():
     assert min(rates) <= 1.05 * ceiling
 
 
+@needs_gpu
+def test_a_graph_keeps_the_workspaces_of_cublas():
+    """Who records another graph frees cuBLAS's workspaces. Others then have that memory, and replays leave it alone."""
+    a, b = (torch.randn(64, 2**17, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))  # so that K is split
+    output = torch.empty(64, 64, device=DEVICE, dtype=torch.bfloat16)
+    with timing.side_stream(DEVICE):
+        launch = timing.prepare(lambda i: torch.mm(a, b.T, out=output), 1, DEVICE)
+        assert launch.graph
+        expected = output.clone()
+        torch._C._cuda_clearCublasWorkspaces()
+        others = [torch.full((size << 20,), 7, dtype=torch.uint8, device=DEVICE) for size in (1, 4, 8, 16, 32, 64)]
+        output.zero_()
+        launch()
+        torch.testing.assert_close(output, expected)
+        assert all((x == 7).all() for x in others)
+
+
 @alone
 @needs_gpu
 def test_a_graph_excludes_launch_gaps():

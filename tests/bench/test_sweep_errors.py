@@ -21,7 +21,7 @@ from bench.rows import store
 from bench.show import pictures
 from kernel_ladder import table
 
-from ..conftest import DEVICE, TIMED, a_row, needs_gpu
+from ..conftest import DEVICE, TIMED, a_row, captured, needs_gpu
 
 
 def _wrong(monkeypatch, **changes):
@@ -343,7 +343,7 @@ def test_the_memory_of_a_graph_in_a_cycle_is_given_back(gpu_memory):
     environment.give_memory_back(DEVICE)
     before = torch.cuda.memory_reserved()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured(graph):
         torch.empty(environment.MUCH_MEMORY + (1 << 21), dtype=torch.uint8, device=DEVICE)
     cycle = weakref.ref(_Cycle(graph))
     del graph

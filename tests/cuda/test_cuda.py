@@ -16,7 +16,7 @@ from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.deviation import compare
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
-from ..conftest import every_variant, needs_gpu, skip_unless_it_runs, typical_case, variant_id
+from ..conftest import captured, every_variant, needs_gpu, skip_unless_it_runs, typical_case, variant_id
 
 pytestmark = needs_gpu
 
@@ -70,7 +70,7 @@ def test_capture_and_replay_in_a_cuda_graph(variant, backward):
             work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured(graph):
         results = work()
     for seed in (2, 3):
         new = make_inputs(case, torch.bfloat16, "cuda", seed=seed)

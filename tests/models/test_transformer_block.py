@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from kernel_ladder import table
 from kernel_ladder.errors import UnsupportedError
 
-from ..conftest import DEVICE, needs_gpu
+from ..conftest import DEVICE, captured, needs_gpu
 from .transformer_block import SIZE, block, check, compiled, hidden, parameters, results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,10 +141,10 @@ def test_in_a_cuda_graph(eager):
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     if eager == "xla":
-        with pytest.raises(UnsupportedError, match="which a CUDA graph cannot capture"), torch.cuda.graph(graph):
+        with pytest.raises(UnsupportedError, match="which a CUDA graph cannot capture"), captured(graph):
             results(run(eager), x, weights)
         return
-    with torch.cuda.graph(graph):
+    with captured(graph):
         found = results(run(eager), x, weights)
     for tensor in found:
         tensor.fill_(torch.nan)

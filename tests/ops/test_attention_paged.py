@@ -12,7 +12,15 @@ from kernel_ladder import table
 from kernel_ladder.spec import Case
 from kernel_ladder.testing.samples import make_inputs
 
-from ..conftest import DEVICE, every_variant, needs_gpu, skip_unless_available, skip_unless_it_runs, variant_id
+from ..conftest import (
+    DEVICE,
+    captured,
+    every_variant,
+    needs_gpu,
+    skip_unless_available,
+    skip_unless_it_runs,
+    variant_id,
+)
 
 OP = "attention_paged"
 LEVELS = ("torch", "triton", "cuda")
@@ -185,7 +193,7 @@ def test_lengths_grow_in_a_cuda_graph(level):
     tensors = call((300, 40), columns=40)
     attend(tensors, level)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured(graph):
         found = attend(tensors, level)
     for step in (1, 2, 250):
         tensors[4] += step

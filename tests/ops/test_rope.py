@@ -7,7 +7,7 @@ import torch
 
 import kernel_ladder as kl
 
-from ..conftest import DEVICE, needs_gpu, skip_unless_available
+from ..conftest import DEVICE, captured, needs_gpu, skip_unless_available
 
 LEVELS = ["torch", "triton", "cuda"]
 
@@ -153,7 +153,7 @@ def test_a_cuda_graph_reads_offsets_anew(level):
         kl.rope(x, freqs_cis, own, backend=level)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured(graph):
         found = kl.rope(x, freqs_cis, own, backend=level)
     for numbers in ((3, 30), (39, 0)):
         own.copy_(starts(*numbers))

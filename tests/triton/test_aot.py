@@ -14,8 +14,6 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 import kernel_ladder
 
-from ..conftest import DEVICE
-
 CAPABILITIES = (80, 90)
 
 
@@ -42,25 +40,16 @@ def for_hopper_alone(e) -> bool:
     return takes_descriptors(e) or in_float8(e) or isinstance(e.kernel, GluonJITFunction)
 
 
-def but_for_tiles(e) -> tuple:
-    """What tells an entry from others, but for tiles and launch options."""
-    return (*e.signature.values(), *((k, v) for k, v in e.constexprs.items() if not k.startswith(("BLOCK", "GROUP"))))
-
-
 def entries(op: str, capability: int) -> list:
-    """What to compile: with a GPU, beside which there are cores enough, everything for Hopper.
+    """What to compile: for Hopper a kernel's first and last entry, for Ampere the first.
 
-    Tiles are tuned for Hopper: of entries that differ in those alone, Ampere takes the first. Without a GPU Hopper
-    takes a kernel's first and last entry, and Ampere the first. Kernels that take tensor descriptors or float8, or are
-    in Gluon, are for Hopper alone.
+    Kernels that take tensor descriptors or float8, or are in Gluon, are for Hopper alone.
     """
-    everything, hopper = DEVICE.type == "cuda", capability >= 90
-    if everything and hopper:
-        return listed(op)
-    kinds: dict[tuple, list] = {}
+    hopper = capability >= 90
+    kinds: dict[str, list] = {}
     for e in listed(op):
         if hopper or not for_hopper_alone(e):
-            kinds.setdefault((e.kernel.__name__, but_for_tiles(e) if everything else None), []).append(e)
+            kinds.setdefault(e.kernel.__name__, []).append(e)
     return [e for each in kinds.values() for e in ([each[0], each[-1]] if hopper and len(each) > 1 else each[:1])]
 
 

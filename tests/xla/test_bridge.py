@@ -19,7 +19,7 @@ from kernel_ladder import gpu, table
 from kernel_ladder.errors import raise_for_memory
 from xla_impl import bridge, rung
 
-from ..conftest import DEVICE
+from ..conftest import DEVICE, captured
 
 pytestmark = pytest.mark.skipif(table.unavailable("gelu", "xla") is not None, reason="JAX is not installed")
 
@@ -99,7 +99,7 @@ def test_inside_torch_compile():
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU is visible")
 def test_a_cuda_graph_is_refused():
     x, graph = torch.randn(8, device=DEVICE), torch.cuda.CUDAGraph()
-    with pytest.raises(kl.UnsupportedError, match="CUDA graph"), torch.cuda.graph(graph):
+    with pytest.raises(kl.UnsupportedError, match="CUDA graph"), captured(graph):
         kl.gelu(x, backend="xla")
 
 
