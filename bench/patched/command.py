@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from kernel_ladder import table
 BACKENDS = ("auto", "cuda", "triton")
 BY = (PLAIN, LIGER, *BACKENDS)
 MODES = ("eager", "compiled")
-PASSES = (FORWARD, DECODE, STEP)  # training, last, leaves an optimizer's memory behind
+PASSES = (FORWARD, DECODE, STEP)
+#: What one process measures. Training has one of its own: its peak holds nothing that decoding has left behind.
+TOGETHER = ((FORWARD, DECODE), (STEP,))
 #: Seconds after which a way counts as failed.
 PATIENCE = 600
 
@@ -64,18 +67,19 @@ def main(argv: Sequence[str], console: Console) -> int:
         return 2
     out = args.out or rows.results_file()
     failed = 0
+    parts = [chosen for part in TOGETHER if (chosen := [pass_ for pass_ in part if pass_ in passes])]
     ways = [(model, who, mode) for model in models for mode in modes for who in by if _is_here(who)]
-    for model, who, mode in ways:
+    for (model, who, mode), part in itertools.product(ways, parts):
         if args.in_this_process:
             from bench.patched.measure import measure
 
-            rows.save(out, measure(SUBJECTS[model], who, mode == "compiled", passes, args.quick))
+            rows.save(out, measure(SUBJECTS[model], who, mode == "compiled", part, args.quick))
             continue
         command = [
             sys.executable, "-m", "bench", "patched", "--in-this-process", "--model", model, "--by", who,
-            "--mode", mode, "--pass", ",".join(passes), "--out", str(out), *(["--quick"] if args.quick else []),
+            "--mode", mode, "--pass", ",".join(part), "--out", str(out), *(["--quick"] if args.quick else []),
         ]  # fmt: skip
-        console.print(f"{model}, {mode}, {who}", highlight=False)
+        console.print(f"{model}, {mode}, {who}: {', '.join(part)}", highlight=False)
         try:
             failed += bool(subprocess.run(command, cwd=environment.ROOT, timeout=PATIENCE, check=False).returncode)
         except subprocess.TimeoutExpired:
