@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import cuda_impl
 import kernel_ladder
 from bench.measure import cases, selection
 from bench.rows.store import Row
@@ -42,6 +43,11 @@ if not torch.cuda.is_available() and table.unavailable("gelu", "triton") is None
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU is visible")
+
+#: For what asks for rungs of the cuda level, which an extension of other sources has not.
+needs_extension = pytest.mark.skipif(
+    not hasattr(cuda_impl.extension(), "architectures"), reason="kernel_ladder._C was not built from these sources"
+)
 
 #: For what needs the whole GPU: times, clocks, ceilings. ``python -m tests`` runs these first, one at a time.
 alone = pytest.mark.alone

@@ -11,6 +11,8 @@ from bench.__main__ import _selection, _sweep_parser
 from bench.jobs import Job
 from bench.measure.environment import ROOT
 
+from ..conftest import needs_extension
+
 
 def run(of: list[Job], tmp_path, seconds: float | None = None, gpus=(None, None)) -> jobs.Queue:
     return jobs.run(of, gpus, tmp_path / "logs", seconds)
@@ -84,6 +86,7 @@ def test_what_is_left_is_another_file(tmp_path, monkeypatch, capsys):
     assert "--gpus names 0; visible are none" in capsys.readouterr().err
 
 
+@needs_extension
 def test_what_is_open_is_a_file_of_jobs_with_commands_of_the_bench():
     of = jobs.read(ROOT / "bench" / "open.jobs")
     assert of

@@ -20,7 +20,7 @@ from kernel_ladder import table
 from kernel_ladder.spec import Case
 from kernel_ladder.testing.samples import make_inputs
 
-from ..conftest import DEVICE, alone, needs_gpu
+from ..conftest import DEVICE, alone, needs_extension, needs_gpu
 
 F32 = torch.float32
 
@@ -356,6 +356,7 @@ def test_operators_are_given_to_their_kernels():
 
 
 @needs_gpu
+@needs_extension
 def test_one_kernel_of_the_vectorized_variant(capsys):
     (found,) = profiled(capsys, "gelu", "--backend", "cuda.vectorized", "--shape", "4096x4096", "--dtype", "bf16")
     (kernel,) = found["kernels"]
@@ -384,7 +385,9 @@ def test_the_naive_backwards_kernels_have_their_operators(capsys):
 
 @alone
 @needs_gpu
-@pytest.mark.parametrize("backend", ["cuda.vectorized", "triton.fused", "torch.builtin"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("cuda.vectorized", marks=needs_extension), "triton.fused", "torch.builtin"]
+)
 def test_device_time_is_the_harnesss(backend):
     spec = kernel_ladder.spec("gelu")
     case = next(case for case in spec.sweep if case.shapes == ((8192, 16384),))

@@ -22,7 +22,7 @@ from bench.rows.store import ResultsError
 from bench.show import readme
 from kernel_ladder import table
 
-from ..conftest import DEVICE, alone, needs_gpu
+from ..conftest import DEVICE, alone, needs_extension, needs_gpu
 
 # ---- Nsight Compute
 
@@ -284,6 +284,7 @@ def test_rungs_without_kernels_of_their_own_are_counted_where_they_are_named():
 
 
 @needs_gpu
+@needs_extension
 def test_the_calls_are_made_and_told(capsys):
     device = torch.device("cuda")
     rungs.make_calls(rungs.calls("gelu", ["cuda.naive", "triton.fused"], ["forward", "backward"], device), device)
@@ -358,6 +359,7 @@ def test_the_table_of_counters(capsys):
 
 @alone
 @needs_gpu
+@needs_extension
 def test_counters_of_the_gpu(capsys, tmp_path, monkeypatch):
     try:
         ncu.find()

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-import cuda_impl
 import kernel_ladder
 from bench.__main__ import main
 from bench.measure import environment, sets
@@ -18,7 +17,7 @@ from kernel_ladder import table
 from kernel_ladder.selection import tables
 from kernel_ladder.selection.features import Features
 
-from ..conftest import TIMED, a_row
+from ..conftest import TIMED, a_row, needs_extension
 
 
 def a_point(size: int, *, pass_: str = tables.FORWARD, chosen: str = "cuda.last", **times: float) -> Point:
@@ -76,12 +75,7 @@ def row(backend: str, us: float, pass_: str = "forward", **fields):
     )
 
 
-needs_cuda_level = pytest.mark.skipif(
-    not hasattr(cuda_impl.extension(), "architectures"), reason="rules of the cuda level need the extension"
-)
-
-
-@needs_cuda_level
+@needs_extension
 def test_an_old_row_of_a_split_rung_is_the_time_of_its_level():
     rows = [row("torch.builtin", 900.0), row("cuda.split_k", 250.0), row("cuda.persistent", 260.0)]
     assert [older_than_rung(each) for each in rows] == [False, True, False]
@@ -95,7 +89,7 @@ def test_an_old_row_of_a_split_rung_is_the_time_of_its_level():
     assert entry.better is None
 
 
-@needs_cuda_level
+@needs_extension
 def test_rows_of_lengths_are_points_of_their_own_kinds_of_arguments():
     """Labels are integers, which a row does not say; the set does."""
     case = sets.members(sets.LENGTHS, "cross_entropy")[0].case
@@ -108,7 +102,7 @@ def test_rows_of_lengths_are_points_of_their_own_kinds_of_arguments():
     assert point.levels == {"torch": 9.0, "cuda": 3.0}
 
 
-@needs_cuda_level
+@needs_extension
 def test_training_is_forward_and_backward_together():
     rows = [
         row(name, us, pass_)
@@ -120,13 +114,14 @@ def test_training_is_forward_and_backward_together():
     assert training.times == {"torch.builtin": 18.0, "cuda.mma": 6.0}
 
 
+@needs_extension
 def test_splits_are_of_rungs_that_exist():
     rewritten = [((op, level), change) for (op, level, _), changes in REWRITTEN.items() for change in changes]
     for (op, level), (_, rungs) in [*SPLIT.items(), *rewritten]:
         assert rungs <= {v.name for v in table.variants(op, level)}
 
 
-@needs_cuda_level
+@needs_extension
 def test_rows_of_kernels_that_are_gone_say_nothing():
     of = {"op": "attention", "shape": "B1 H1 S64 D128 full", "shapes": [[1, 1, 64, 128]] * 3}
     of["options"] = {"is_causal": False, "scale": None, "enable_gqa": False}
@@ -148,7 +143,7 @@ def test_rows_of_a_gpu_that_no_rule_knows_are_refused():
         points.machine_of([row("torch.builtin", 1.0, gpu="A100"), row("torch.builtin", 1.0, gpu="L4")])
 
 
-@needs_cuda_level
+@needs_extension
 def test_the_command_writes_a_table_that_selection_reads(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     # Calls far apart, so that none is the other's neighbour.
@@ -173,7 +168,7 @@ def test_the_command_writes_a_table_that_selection_reads(tmp_path, capsys):
     assert main(["select", str(path), "--into", str(tmp_path), "--check"]) == 1
 
 
-@needs_cuda_level
+@needs_extension
 def test_the_committed_tables_are_those_of_the_committed_rows():
     assert main(["select", "--check"]) == 0
 
@@ -211,7 +206,7 @@ def test_a_table_that_mends_a_bad_choice_is_kept_where_the_mean_gains_little():
     assert (part.rules.near, part.chosen.near, part.chosen.points) == (50, 51, 51)
 
 
-@needs_cuda_level
+@needs_extension
 def test_the_table_of_an_older_sweep_is_that_of_its_archived_rows():
     archived = environment.PUBLISHED / "archive" / "nvidia-h200-2026-11-27.jsonl"
     assert main(["select", str(archived), "--check"]) == 0

@@ -24,13 +24,12 @@ from kernel_ladder.inspection.inspect import NO_KERNEL, Inspection, Request, ins
 from kernel_ladder.spec import PASSES
 from kernel_ladder.testing.cases import case_named
 
-from ..conftest import DEVICE, every_variant, needs_gpu, variant_id, without_gradient
+from ..conftest import DEVICE, every_variant, needs_extension, needs_gpu, variant_id, without_gradient
 from ..sampling import MODES_OF_DEFAULT
 from ..triton.test_aot import spilt_by_old_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 
-needs_extension = pytest.mark.skipif(cuda_impl.extension() is None, reason="the extension was not built")
 needs_cuobjdump = pytest.mark.skipif(cubin.cuobjdump() is None, reason="no cuobjdump was found")
 
 

@@ -231,6 +231,7 @@ def test_a_triton_rung_without_code_for_an_architecture_says_so(variant, capsys)
 
 
 @needs_gpu
+@needs_extension
 def test_a_shape_selects_the_kernels_of_a_call_at_cuda(capsys):
     assert main(["inspect", "softmax", "--backend", "cuda", "--shape", "16384x4096", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

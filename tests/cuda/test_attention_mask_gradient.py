@@ -17,9 +17,9 @@ from kernel_ladder.spec import Case, Inputs, as_leaves
 from kernel_ladder.testing.agreement import agreement, evaluate
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
-from ..conftest import DEVICE, needs_gpu, skip_unless_it_runs
+from ..conftest import DEVICE, needs_extension, needs_gpu, skip_unless_it_runs
 
-pytestmark = needs_gpu
+pytestmark = [needs_gpu, needs_extension]
 
 SPEC = kernel_ladder.spec("attention")
 RUNGS = {name: v for v in table.variants("attention", "cuda") if (name := v.name) in ("cuda.naive", "cuda.flash")}

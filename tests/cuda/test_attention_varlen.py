@@ -15,13 +15,9 @@ from kernel_ladder.spec import Case
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_inputs, on_absent_gpu
 
-from ..conftest import DEVICE, needs_gpu, skip_unless_it_runs
+from ..conftest import DEVICE, needs_extension, needs_gpu, skip_unless_it_runs
 
 NAMES = ("cuda.flash", "cuda.pingpong")
-
-needs_extension = pytest.mark.skipif(
-    not hasattr(cuda_impl.extension(), "architectures"), reason="kernel_ladder._C was not built from these sources"
-)
 
 
 def packed(of_q: list[int], of_k: list[int], d: int, d_v: int, layout: str = "contiguous", **band: Any) -> Case:

@@ -18,7 +18,7 @@ from kernel_ladder.spec import Case, Output, as_leaves
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_grad, make_inputs, on_absent_gpu
 
-from ..conftest import DEVICE, differentiable_ops, needs_gpu, typical_case
+from ..conftest import DEVICE, differentiable_ops, needs_extension, needs_gpu, typical_case
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Built for every GPU of KNOWN that the cuda level runs on.
@@ -34,10 +34,6 @@ SLOW = {
 FAST_LEVELS = ("torch", "triton", "cuda")
 #: Operations whose last rung has the name of another's early one.
 LAST = {"cross_entropy": {"cuda.online", "triton.online"}}
-
-needs_extension = pytest.mark.skipif(
-    not hasattr(cuda_impl.extension(), "architectures"), reason="kernel_ladder._C was not built from these sources"
-)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from kernel_ladder.selection.tables import Entry
 from kernel_ladder.spec import Case, as_leaves
 from kernel_ladder.testing.samples import empty_inputs, on_absent_gpu
 
-from ..conftest import DEVICE
+from ..conftest import DEVICE, needs_extension
 
 OPTIONS = {"approximate": "none"}
 
@@ -138,6 +138,7 @@ def test_a_file_that_is_no_table_is_ignored_with_one_warning(ladder, use_table, 
         assert chosen(64, 1024)[0] == "torch.last"
 
 
+@needs_extension
 @pytest.mark.parametrize("path", sorted(tables.FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_tables_that_ship_name_what_exists(path):
     found = tables.load(path)

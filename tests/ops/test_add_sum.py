@@ -17,7 +17,7 @@ from kernel_ladder.spec import Case
 from kernel_ladder.testing.deviation import compare
 from kernel_ladder.testing.samples import make_inputs
 
-from ..conftest import DEVICE, every_variant, needs_gpu, skip_unless_it_runs, variant_id
+from ..conftest import DEVICE, every_variant, needs_extension, needs_gpu, skip_unless_it_runs, variant_id
 
 #: XLA writes every gradient: no view of a tensor enters or leaves its programs.
 OWN_BACKWARD = [v for v in every_variant() if v.op in ("add", "sum") and v.backward is not None and v.level != "xla"]
@@ -192,6 +192,7 @@ def test_an_addition_of_more_elements_than_a_32_bit_index_holds(variant, other, 
 
 
 @needs_gpu
+@needs_extension
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_regime_of_the_cuda_sum(dtype):
     """Shapes around each choice of the launch: threads a row, rows a block, one stage or two, vectors or not."""

@@ -253,7 +253,7 @@ def item(name: str, *, level: str | None = None, marked: bool = True) -> SimpleN
     [
         ("compile.default", "cpu", 12),
         ("triton.fused", "cpu", 3),
-        ("triton.fused", "cuda", 8),
+        ("triton.fused", "cuda", 12),
         ("compile.max_autotune", "cuda", 40),
         ("cuda.flash", "cuda", 1),
     ],

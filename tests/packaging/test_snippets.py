@@ -15,6 +15,8 @@ from kernel_ladder import table
 from kernel_ladder.exercises import template
 from kernel_ladder.exercises.catalog import named
 
+from ..conftest import needs_extension
+
 pytestmark = pytest.mark.xdist_group("transformers")  # its import takes seconds in each process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +118,7 @@ def test_the_gap_of_the_first_exercise_is_as_its_page_shows_it():
 RUNG = re.compile(rf"`((?:{'|'.join(table.LEVELS)})\.[a-z]\w*)`")
 
 
+@needs_extension
 def test_rungs_that_pages_name_are_in_the_table():
     known = {variant.name for op in kernel_ladder.OPS for variant in table.variants(op)}
     missing, right = set(), set()
