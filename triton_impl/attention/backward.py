@@ -451,8 +451,8 @@ def _first_launches(
     grid = (triton.cdiv(total_q, rows) * (heads if call.packed else num_heads),)
     arguments = (*output.stride(), *grad.stride(), heads, total_q, head_dim_v)
     arguments += (rows, block(head_dim_v), needs_int64(output.stride(), grad.stride()), grad_lse is not delta)
-    _delta_kernel[grid](*of_delta, *arguments)
     for_delta = Launch(_delta_kernel, grid, arguments, {})
+    for_delta(*of_delta)
 
     inputs = (*grad.stride(), *q.stride(), *k.stride(), *v.stride())
     others = (*call.mask_strides, *call.lse_strides)

@@ -17,6 +17,7 @@ import triton.language as tl
 from triton_impl.attention.call import Call
 from triton_impl.attention.tiles import apply_mask, load_lse, load_tile, mask_pointers, needs_int64, recompute_weights
 from triton_impl.common.dot import dot
+from triton_impl.runtime.launch_cache import FUSED
 
 #: (BLOCK_M, BLOCK_N) of operands of 16 bits and head dimensions up to 128; of wider ones, or float32; of both.
 TILES = ((32, 64), (16, 32), (16, 16))
@@ -140,7 +141,7 @@ def mask_gradient(
         tiles_q, tiles_k, of_heads, q.shape[0] // batches, heads // of_heads, q.shape[0] * heads, heads // k.shape[1],
         seqlen_q, seqlen_k, q.shape[3], v.shape[3], *call.limits,
         SUM_Q=sum_q, SUM_K=sum_k, **constants, INT64_OFFSETS=needs_int64(strides, call.mask_strides),
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=1,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=1, **FUSED,
     )  # fmt: skip
     if batches > 1:
         grad_mask = grad_mask.view(*batch_shape, *shape[-3:]).sum_to_size(shape)

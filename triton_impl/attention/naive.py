@@ -23,6 +23,7 @@ from kernel_ladder.tracing import shapes_only, wants_gradient
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.attention.tiles import LOG2_E
 from triton_impl.common.dot import dot
+from triton_impl.runtime.launch_cache import FUSED
 
 HEAD_DIMS = (16, 32, 64, 128)
 #: Programs that the second axis of a grid holds.
@@ -87,7 +88,7 @@ def attention(
     if output.numel() and not shapes_only():
         _naive_kernel[(triton.cdiv(seqlen_q, block), batch * heads)](
             output, query, key, value, scale_of(head_dim, scale) * LOG2_E, seqlen_q, key.shape[2],
-            bool(is_causal), head_dim, block, block,
+            bool(is_causal), head_dim, block, block, **FUSED,
         )  # fmt: skip
     return output, ()
 

@@ -222,8 +222,9 @@ def _first_launches(
     rows = batch * heads * seqlen_q
     arguments = (*output.stride()[:3], heads, seqlen_q, head_dim_v, rows, splits)
     arguments += (triton.next_power_of_2(splits), constants["BLOCK_DV"], constants["MASK"])
-    _combine_kernel[(rows,)](*combine_tensors, *arguments)
-    return split, Launch(_combine_kernel, (rows,), arguments, {})
+    combine = Launch(_combine_kernel, (rows,), arguments, {})
+    combine(*combine_tensors)
+    return split, combine
 
 
 attention = forward_by(_forward)

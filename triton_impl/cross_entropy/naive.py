@@ -19,6 +19,7 @@ from kernel_ladder.semantics.cross_entropy import class_dim
 from triton_impl.cross_entropy import rows
 from triton_impl.cross_entropy.rows import Options, counts, gradient_of_loss, passes, settled
 from triton_impl.runtime.aot import entry
+from triton_impl.runtime.launch_cache import FUSED
 
 #: Columns of a block, of 8 warps.
 BLOCK_N = 4096
@@ -82,7 +83,9 @@ def _forward(
 ) -> None:
     n_rows, n_cols = target.numel(), input.shape[-1]
     arguments = (n_rows, n_cols, options.ignore_index)
-    _cross_entropy_naive_kernel[(n_rows,)](input, target, losses, stats, *arguments, BLOCK_N=BLOCK_N, num_warps=WARPS)
+    _cross_entropy_naive_kernel[(n_rows,)](
+        input, target, losses, stats, *arguments, BLOCK_N=BLOCK_N, num_warps=WARPS, **FUSED
+    )
 
 
 def _backward(
@@ -98,7 +101,7 @@ def _backward(
     (grad_stride,) = grad.stride() or (0,)
     arguments = (n_rows, n_cols, options.ignore_index, grad_stride, options.reduction == "mean")
     _cross_entropy_backward_naive_kernel[(n_rows,)](
-        grad_input, input, target, grad, stats, count, *arguments, BLOCK_N=BLOCK_N, num_warps=WARPS
+        grad_input, input, target, grad, stats, count, *arguments, BLOCK_N=BLOCK_N, num_warps=WARPS, **FUSED
     )
 
 

@@ -20,6 +20,7 @@ from kernel_ladder.semantics.norms import eps_or_default
 from kernel_ladder.tracing import shapes_only
 from triton_impl import unsupported
 from triton_impl.runtime.aot import Entry, entry
+from triton_impl.runtime.launch_cache import FUSED
 from triton_impl.runtime.row_configs import warps_of_row
 
 #: The longest row: 32 float32 values per thread at 16 warps.
@@ -154,7 +155,7 @@ def _parameter_gradients(
     if not shapes_only() and x.numel() > 0:
         _parameter_gradients_kernel[(triton.cdiv(n_cols, TILE_COLS),)](
             grad_weight, grad_bias, grad, x, mean, rstd, rstd.numel(), n_cols,
-            IS_LAYERNORM=is_layernorm, BLOCK_M=TILE_ROWS, BLOCK_N=TILE_COLS,
+            IS_LAYERNORM=is_layernorm, BLOCK_M=TILE_ROWS, BLOCK_N=TILE_COLS, **FUSED,
         )  # fmt: skip
     return grad_weight, grad_bias
 

@@ -15,7 +15,7 @@ import triton
 
 from triton_impl.common import pdl
 from triton_impl.common.gluon import requirements
-from triton_impl.runtime.launch_cache import LaunchCache
+from triton_impl.runtime.launch_cache import FUSED, LaunchCache
 from triton_impl.runtime.persistent_launch import PersistentLaunch
 
 #: Triton's names of the dtypes.
@@ -66,7 +66,7 @@ def compile_entry(e: Entry, capability: int) -> Any:
     of = GluonASTSource if e.kernel.is_gluon() else ASTSource
     constexprs = {**e.constexprs, **pdl.constexprs(e.kernel, capability >= 90)}
     source = of(e.kernel, e.signature, constexprs=constexprs, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=e.options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={**FUSED, **e.options})
 
 
 def local_memory(cubin: bytes) -> int:

@@ -10,7 +10,7 @@ import triton
 
 from triton_impl.common import pdl
 from triton_impl.runtime.autotuner import Autotuner
-from triton_impl.runtime.launch_cache import Launch, to_time
+from triton_impl.runtime.launch_cache import FUSED, Launch, to_time
 
 
 class AutotunedKernel:
@@ -60,7 +60,7 @@ class AutotunedKernel:
 
         def run(config: triton.Config, only_compile: bool) -> Any:
             decided = {**constants, **config.all_kwargs(), **pdl.constexprs(self.kernel, pdl.possible())}
-            decided |= pdl.options(self.kernel)
+            decided |= {**FUSED, **pdl.options(self.kernel)}
             if only_compile:
                 return self.kernel.warmup(*arguments, grid=grid, **decided)
             return self.kernel[grid](*arguments, **decided)

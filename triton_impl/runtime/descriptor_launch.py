@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernel_ladder import gpu
 from kernel_ladder.tracing import address
 from triton_impl import interpreted
+from triton_impl.runtime.launch_cache import FUSED
 
 #: Bytes on whose multiples a described tensor, and each of its rows, must start.
 ALIGNMENT_BYTES = 16
@@ -68,12 +69,12 @@ class DescriptorLaunch:
         programs: int,
         describe: tuple[TensorDescriptor | None, ...],
         arguments: tuple[Any, ...],
-        options: dict[str, int],
+        options: dict[str, Any],
     ) -> None:
         self._kernel, self._run, self._grid = kernel, kernel[(programs,)], (programs, 1, 1)
         # A cached launch must not keep the tensors of its first call alive.
         self._describe = tuple(None if d is None else _moved(d, None) for d in describe)
-        self._arguments, self._options = arguments, options
+        self._arguments, self._options = arguments, {**FUSED, **options}
         self._aligned: dict[int, Callable[..., None]] = {}  # by device
 
     def __call__(self, *tensors: torch.Tensor) -> None:

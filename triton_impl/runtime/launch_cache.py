@@ -25,6 +25,10 @@ ENV_AUTOTUNE = "KERNEL_LADDER_AUTOTUNE"
 #: Whether configurations are timed. Read once, when kernels and their lists of configurations are made.
 TUNING = switch(ENV_AUTOTUNE)
 
+#: An option of every launch: a multiplication and an addition become one instruction. It is Triton's default to 3.9,
+#: which warns where nobody asks for it.
+FUSED: dict[str, Any] = {"enable_fp_fusion": True}
+
 #: Entries of one cache, at most; when it is full it is emptied.
 MAX_LAUNCHES = 4096
 
@@ -49,12 +53,12 @@ class Launch:
         kernel: Any,
         grid: tuple[int, ...],
         arguments: tuple[Any, ...],
-        options: dict[str, int],
+        options: dict[str, Any],
     ) -> None:
         self._kernel, self._run = kernel, kernel[grid]
         self._grid = (*grid, 1, 1)[:3]
         self._arguments = (*arguments, *pdl.constexprs(kernel, pdl.possible()).values())
-        self._options = {**options, **pdl.options(kernel)}
+        self._options = {**FUSED, **options, **pdl.options(kernel)}
         self._aligned: dict[int, Callable[..., None]] = {}  # by device: a compiled kernel is loaded on one
 
     def __call__(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> None:

@@ -15,6 +15,7 @@ import triton.language as tl
 from kernel_ladder.tracing import shapes_only
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.runtime.aot import entry
+from triton_impl.runtime.launch_cache import FUSED
 from triton_impl.runtime.row_configs import warps_of_row
 
 #: The longest row: 32 float32 values per thread at 16 warps.
@@ -51,7 +52,7 @@ def _launch(kernel, *tensors: torch.Tensor) -> None:
     if shapes_only() or numel == 0:
         return
     block = triton.next_power_of_2(n_cols)
-    kernel[(numel // n_cols,)](*tensors, n_cols, BLOCK_N=block, num_warps=warps_of_row(block))
+    kernel[(numel // n_cols,)](*tensors, n_cols, BLOCK_N=block, num_warps=warps_of_row(block), **FUSED)
 
 
 def forward(input: torch.Tensor, *, dim: int) -> tuple[torch.Tensor, tuple]:

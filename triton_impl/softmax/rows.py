@@ -16,7 +16,7 @@ from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.common.elementwise import MAX_DIMS, gradient_for_kernel, pad_strides
-from triton_impl.runtime.launch_cache import Launch, LaunchCache
+from triton_impl.runtime.launch_cache import FUSED, Launch, LaunchCache
 
 
 class Kernels(NamedTuple):
@@ -61,7 +61,7 @@ def _launch(kernels: Kernels, dim: int, *tensors: torch.Tensor) -> None:
         return
     block, rows, num_warps = kernels.strided_shape(n_cols)
     kernels.strided[(triton.cdiv(n_rows, rows),)](
-        *tensors, n_rows, n_cols, *_row_addressing(dim, *tensors), BLOCK=block, ROWS=rows, num_warps=num_warps
+        *tensors, n_rows, n_cols, *_row_addressing(dim, *tensors), BLOCK=block, ROWS=rows, num_warps=num_warps, **FUSED
     )
 
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from kernel_ladder.semantics.reduction import Dim, reduced_dims, spread, sum_shape
 from kernel_ladder.tracing import shapes_only
 from triton_impl import unsupported as unsupported_by_triton
+from triton_impl.runtime.launch_cache import FUSED
 
 #: Elements that a program loads at a time: 8 per thread of 4 warps.
 BLOCK = 1024
@@ -45,7 +46,7 @@ def sum(input: torch.Tensor, *, dim: Dim, keepdim: bool) -> tuple[torch.Tensor, 
     dims = reduced_dims(dim, input.dim())
     output = torch.empty(sum_shape(input.shape, dims, keepdim), dtype=input.dtype, device=input.device)
     if output.numel() and not shapes_only():
-        _sum_naive_kernel[(output.numel(),)](output, input, input.numel() // output.numel(), BLOCK)
+        _sum_naive_kernel[(output.numel(),)](output, input, input.numel() // output.numel(), BLOCK, **FUSED)
     return output, (input.shape, dims, keepdim)
 
 
