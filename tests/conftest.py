@@ -7,7 +7,9 @@ import gc
 import io
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +53,8 @@ needs_extension = pytest.mark.skipif(
 
 #: For what needs the whole GPU: times, clocks, ceilings. ``python -m tests`` runs these first, one at a time.
 alone = pytest.mark.alone
+#: How a file marks a test so.
+ALONE = re.compile(r"^@(pytest\.mark\.)?alone\b", re.MULTILINE)
 
 never_runs = once_a_rung.never_runs
 
@@ -82,6 +86,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     resume.record(config)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of the tests marked `alone`, only their files are imported: all of them take as long as those tests."""
+    if config.getoption("--alone") != "only" or not collection_path.is_file():
+        return None
+    return None if ALONE.search(collection_path.read_text(encoding="utf-8")) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

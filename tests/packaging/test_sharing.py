@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from kernel_ladder import table
 
 from .. import once_a_rung, sampling, sharing
 from ..__main__ import NOTHING_SELECTED, ROOT, main, outcome, plan
-from ..conftest import DEVICE, alone, every_variant, needs_gpu, skip_unless_it_runs
+from ..conftest import ALONE, DEVICE, alone, every_variant, needs_gpu, skip_unless_it_runs
 from ..sharing import GIB, Ledger, worker_count
 
 # ---- how many processes, and what they run -------------------------------------------------------------------------
@@ -228,6 +229,15 @@ def test_what_runs_here_is_never_left_out():
             refusing = once_a_rung.never_runs(variant)
             assert refusing is None or "CUDA" in refusing
     assert all(once_a_rung.never_runs(v) is None for op in kernel_ladder.OPS for v in table.variants(op, "torch")[:1])
+
+
+def test_files_with_tests_that_run_alone_are_known_by_their_decorators():
+    """The run of those tests imports no other file."""
+    marked = re.compile(r"^\s*(@(pytest\.mark\.)?|pytestmark\b.*|.*\bmarks=.*)\balone\b", re.MULTILINE)
+    files = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    found = {path for path, text in files.items() if marked.search(text)}
+    assert len(found) > 5
+    assert found == {path for path, text in files.items() if ALONE.search(text)}
 
 
 @alone
