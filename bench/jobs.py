@@ -7,7 +7,8 @@
 Each GPU has an equal share of the processor's cores, so that jobs disturb each other as little as they can. A job sees
 its GPU alone. What it prints goes into ``bench-results/jobs/<name>.log``. With ``--seconds`` the jobs that still run
 are interrupted at the end, as by Ctrl-C. Those, and the ones that have not begun, stand in ``FILE.left`` for another
-call. The exit code is 1 if a job fails, 2 for a bad command line or file, and else 0.
+call. No job begins where a level is absent that the environment variable ``KERNEL_LADDER_REQUIRE`` names: its rows
+would lack that level. The exit code is 1 if a job fails, 2 for a bad command line, file or environment, and else 0.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from bench.measure import environment
 from bench.ranks import VISIBLE
 from bench.rows import store
 from bench.usage import UsageError
+from kernel_ladder import table
+from kernel_ladder.errors import UnavailableError, VariableError
 
 #: Seconds that an interrupted job has to write what it holds.
 GRACE_S = 5.0
@@ -173,6 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         jobs = read(args.file)
+        for level in table.LEVELS:  # one that is required and absent raises
+            table.unavailable("gelu", level)
         if args.seconds is not None and not args.seconds > 0:
             raise UsageError(f"--seconds must be positive, got {args.seconds}")
         count = torch.cuda.device_count()
@@ -180,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gpus = [*(visible or [None])] if args.gpus is None else args.gpus.split(",")
         if args.gpus is not None and (unknown := set(gpus) - set(visible)):
             raise UsageError(f"--gpus names {', '.join(sorted(unknown))}; visible are {', '.join(visible) or 'none'}")
-    except UsageError as error:
+    except (UsageError, UnavailableError, VariableError) as error:
         print(f"python -m bench.jobs: {error}", file=sys.stderr)
         return 2
     queue = run(jobs, gpus, environment.MEASURED / "jobs", args.seconds)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -69,6 +72,18 @@ def test_a_file_that_is_no_good(text, said, tmp_path, capsys):
     assert jobs.main([str(file)]) == 2
     assert jobs.main([str(tmp_path / "none")]) == 2
     assert "none: No such file" in capsys.readouterr().err
+
+
+def test_no_job_begins_without_a_level_that_is_required(tmp_path):
+    """In a process of its own: what a level lacks is found out once."""
+    file, ran = tmp_path / "night", tmp_path / "ran"
+    file.write_text(f"only: touch {ran}\n")
+    environment = {**os.environ, "KERNEL_LADDER_REQUIRE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "bench.jobs", str(file)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "KERNEL_LADDER_REQUIRE names cuda, which is unavailable: " in done.stderr
+    assert not ran.exists()
 
 
 def test_what_is_left_is_another_file(tmp_path, monkeypatch, capsys):
