@@ -201,12 +201,15 @@ def forget_compiled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def captured(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-    """``torch.cuda.graph`` in which no garbage is collected: modules of other tests' kernels, freed, would break it."""
+def captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """``torch.cuda.graph``, which nothing that other tests have left in the process can break.
+
+    Their garbage may be modules of kernels, which a capture forbids to unload. Threads of XLA ask for their streams.
+    """
     gc.collect()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, **options):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             yield
     finally:
         gc.enable()
