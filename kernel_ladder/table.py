@@ -206,11 +206,11 @@ def known_to(*ops: str) -> list[str]:
     return [v.name for op in ops for v in variants(op)]
 
 
-def _required() -> list[str]:
-    """The levels that must be available here."""
-    names = [name.strip() for name in os.environ.get("KERNEL_LADDER_REQUIRE", "").split(",")]
+def required() -> list[str]:
+    """The levels that must be available here, by the environment variable ``KERNEL_LADDER_REQUIRE``."""
+    names = [name.strip() for name in os.environ.get("KERNEL_LADDER_REQUIRE", "").split(",") if name.strip()]
     for name in names:
-        if name and name not in LEVELS:
+        if name not in LEVELS:
             raise VariableError(
                 f"the environment variable KERNEL_LADDER_REQUIRE names {name!r}, which is no level; "
                 f"levels are {', '.join(LEVELS)}, and names stand apart by commas"
@@ -246,7 +246,7 @@ def _load(op: str, level: str) -> None:
                     stacklevel=2,
                 )
             own.update({name: variant for name, variant in others.items() if name not in own})
-        if level in _required() and reason is not None:
+        if level in required() and reason is not None:
             raise UnavailableError(
                 f"the environment variable KERNEL_LADDER_REQUIRE names {level}, which is unavailable: {reason}"
             )

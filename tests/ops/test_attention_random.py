@@ -214,14 +214,16 @@ def check(op: str, call: Call, level: str) -> int:
 DRAWN = {"attention": dense_calls(), "attention_varlen": packed_calls()}
 
 
-#: Triton compiles kernels for a minute.
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("op", "level", "chunk"),
     [
-        pytest.param(op, level, chunk, id=f"{op}-{level}-{chunk}", marks=SLOW if ON_GPU and level == "triton" else ())
+        pytest.param(
+            op,
+            level,
+            chunk,
+            id=f"{op}-{level}-{chunk}",
+            marks=pytest.mark.slow if ON_GPU and level == "triton" else (),  # compiles for a minute
+        )
         for op in DRAWN
         for level, (chunks, _) in SHARES.items()
         for chunk in range(chunks if ON_GPU else 1)
