@@ -188,6 +188,7 @@ def test_variants_too_large_to_be_timed_together_are_timed_beside_the_baseline(m
     assert all(row.compile_s > 0.1 for row in found)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_sweeps")
 def test_the_hosts_cost_is_of_a_small_call_where_the_case_takes_long(monkeypatch, tmp_path):
     monkeypatch.setattr(sweep.timing, "HOST_CALL_S", 0.0)

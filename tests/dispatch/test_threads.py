@@ -32,6 +32,7 @@ def _call(op: str) -> tuple[Variant, Inputs, Case] | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(table.unavailable("gelu", "triton") is not None, reason="no Triton variant runs here")
 def test_operations_from_several_threads():
     """Each thread runs all of the operations, beginning with another one, so that different kernels meet."""

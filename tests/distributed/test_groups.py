@@ -110,6 +110,7 @@ PACKED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_two_ranks(tmp_path):
     level = "triton" if INTERPRETED else "torch"
