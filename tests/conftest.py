@@ -18,7 +18,7 @@ from rich.console import Console
 
 import cuda_impl
 import kernel_ladder
-from bench.measure import cases, selection
+from bench.measure import cases, selection, timing
 from bench.rows.store import Row
 from kernel_ladder import table
 from kernel_ladder.spec import Case, Inputs, Options, Output
@@ -79,7 +79,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--random-calls",
         type=int,
         metavar="N",
-        help="draw N random calls of attention and of packed sequences, a tenth of them for Triton (default: hundreds)",
+        help="draw N random calls of attention and of packed sequences, a tenth of them for Triton, and N of matmul "
+        "on a GPU (default: hundreds, thousands)",
     )
     resume.add_option(parser)
 
@@ -90,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Of the tests marked `alone`, only their files are imported: all of them take as long as those tests."""
-    if config.getoption("--alone") != "only" or not collection_path.is_file():
+    if config.getoption("--alone") != "only" or collection_path.suffix != ".py":
         return None
     return None if ALONE.search(collection_path.read_text(encoding="utf-8")) else True
 
@@ -207,12 +208,8 @@ def captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     Their garbage may be modules of kernels, which a capture forbids to unload. Threads of XLA ask for their streams.
     """
     gc.collect()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            yield
-    finally:
-        gc.enable()
+    with timing.without_collecting(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        yield
 
 
 #: What the rows of a timed operation have.

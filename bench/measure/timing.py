@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -140,26 +141,34 @@ def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     _drop_workspaces()  # so that cuBLAS's are of the graph's own memory
-    # Not torch.cuda.graph(): it collects garbage and empties the cache each time, a tenth of a second a variant.
-    # Garbage collected during the capture could free what the capture forbids to free, so it waits.
-    collecting = gc.isenabled()
-    gc.disable()
     try:
+        # Not torch.cuda.graph(): it collects garbage and empties the cache each time, a tenth of a second a variant.
         # Other threads stay free to ask for the state of their streams, as XLA's monitor does: refused, it closes them.
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            run()
-        finally:
-            graph.capture_end()
+        with without_collecting():
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
         torch.cuda.synchronize()
     except Exception:  # whatever the implementation raises when captured, it can still be timed call by call
         torch.cuda.synchronize()
         return None
     finally:
         _drop_workspaces()  # nothing else may use those of the graph
+    return graph
+
+
+@contextlib.contextmanager
+def without_collecting() -> Iterator[None]:
+    """No garbage is collected: it may free what a capture forbids to free, such as the modules of kernels."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
         if collecting:
             gc.enable()
-    return graph
 
 
 def _drop_workspaces() -> None:

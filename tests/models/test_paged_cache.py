@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernel_ladder import gpu, nn
@@ -149,23 +150,19 @@ def test_decoding_compiles_twice(level, of):
         skip_unless_available("attention", level)
     width, dtype = (256, torch.bfloat16) if DEVICE.type == "cuda" else (32, torch.float32)
     layer = nn.GroupedQueryAttention(width, 4, 2, rope_theta=1e4, device=DEVICE, dtype=dtype, backend=level)
-    x, graphs = torch.randn(2, 12, width, device=DEVICE, dtype=dtype), []
+    x, graphs = torch.randn(2, 12, width, device=DEVICE, dtype=dtype), CompileCounter()
     cache = layer.new_cache(2, 12) if of == "contiguous" else layer.new_paged_cache(12, 2)
     if of == "pages":
         assert (cache.add(), cache.add()) == (1, 2)
     found = [layer(x[:, :5], cache)]
 
-    def counted(graph, _):
-        graphs.append(graph)
-        return graph
-
-    @torch.compile(fullgraph=True, backend=counted)
+    @torch.compile(fullgraph=True, backend=graphs)
     def step(x, cache, places):
         return layer(x, cache, places=places)
 
     for i in range(5, 12):
         found.append(step(x[:, i : i + 1], cache, cache.reserve(1) if of == "pages" else None))
-    assert len(graphs) <= 2
+    assert graphs.frame_count <= 2
     close = {"rtol": 0.02, "atol": 0.01} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(torch.cat(found, 1), layer(x), **close)
 
@@ -176,19 +173,15 @@ def test_decoding_compiles_twice(level, of):
 @torch.no_grad()
 def test_a_full_cache_compiles_no_more_on_a_gpu(backend):
     """Its views are contiguous, which no rung may ask of them in a graph. The GPU and its tensors are pretended."""
-    layer, graphs = nn.GroupedQueryAttention(32, 4, 2, device="meta", backend=backend), []
-
-    def counted(graph, _):
-        graphs.append(graph)
-        return graph
+    layer, graphs = nn.GroupedQueryAttention(32, 4, 2, device="meta", backend=backend), CompileCounter()
 
     with gpu.pretend("H100"), FakeTensorMode(allow_non_fake_inputs=True):
         layer.to_empty(device="cuda")
         x, cache = torch.empty(2, 12, 32, device="cuda"), layer.new_cache(2, 12)
-        step = torch.compile(lambda x, cache: layer(x, cache), fullgraph=True, backend=counted)
+        step = torch.compile(lambda x, cache: layer(x, cache), fullgraph=True, backend=graphs)
         for i in range(12):
             step(x[:, i : i + 1], cache)
-    assert len(graphs) <= 3  # an empty cache, one token, any number of them
+    assert graphs.frame_count <= 3  # an empty cache, one token, any number of them
 
 
 def test_pages_run_out_and_come_back():

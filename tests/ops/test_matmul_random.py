@@ -1,4 +1,7 @@
-"""Random products, three thousand on a GPU: shapes, layouts, offsets, batches and dtypes, against float64."""
+"""Random products: shapes, layouts, offsets, batches and dtypes, against float64.
+
+On a GPU there are three thousand, or N by ``--random-calls N``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from kernel_ladder.testing.agreement import agreement
 from ..conftest import DEVICE
 
 ON_GPU = DEVICE.type == "cuda"
-CHUNKS, EXAMPLES = (10, 300) if ON_GPU else (1, 20)  # without a GPU Triton is interpreted
+CHUNKS, EXAMPLES = (10, 3000) if ON_GPU else (1, 20)  # without a GPU Triton is interpreted
 LEVEL, LARGEST = ("cuda", 640) if ON_GPU else ("triton", 64)
 
 sizes = st.one_of(st.integers(1, 40), st.integers(1, LARGEST), st.integers(1, LARGEST // 8).map(lambda n: 8 * n))
@@ -45,14 +48,15 @@ def laid_out(operand: tuple, dtype: torch.dtype, generator: torch.Generator) -> 
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_random_products(chunk):
+def test_random_products(chunk, request):
+    asked_for = (ON_GPU and request.config.getoption("--random-calls")) or EXAMPLES
     spec = kernel_ladder.spec("matmul")
     if (reason := table.unavailable("matmul", LEVEL)) is not None:
         pytest.skip(reason)
     dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 
     @hypothesis.seed(chunk)
-    @hypothesis.settings(max_examples=EXAMPLES, deadline=None, database=None)
+    @hypothesis.settings(max_examples=-(-asked_for // CHUNKS), deadline=None, database=None)
     @hypothesis.given(pair=operands(), dtype=dtypes, data=st.data())
     def check(pair, dtype, data):
         generator = torch.Generator(device=DEVICE).manual_seed(chunk)
