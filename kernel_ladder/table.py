@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from kernel_ladder import gpu
 from kernel_ladder.errors import BackendError, UnavailableError, VariableError
 from kernel_ladder.level_packages import load as load_package
 from kernel_ladder.semantics import weight_dropout
@@ -207,7 +208,10 @@ def known_to(*ops: str) -> list[str]:
 
 
 def required() -> list[str]:
-    """The levels that must be available here, by the environment variable ``KERNEL_LADDER_REQUIRE``."""
+    """The levels that must be available on this machine, by the environment variable ``KERNEL_LADDER_REQUIRE``.
+
+    Where a GPU is pretended, a level may be absent.
+    """
     names = [name.strip() for name in os.environ.get("KERNEL_LADDER_REQUIRE", "").split(",") if name.strip()]
     for name in names:
         if name not in LEVELS:
@@ -246,7 +250,7 @@ def _load(op: str, level: str) -> None:
                     stacklevel=2,
                 )
             own.update({name: variant for name, variant in others.items() if name not in own})
-        if level in required() and reason is not None:
+        if level in required() and reason is not None and not gpu.pretended():
             raise UnavailableError(
                 f"the environment variable KERNEL_LADDER_REQUIRE names {level}, which is unavailable: {reason}"
             )

@@ -5,7 +5,8 @@ whether a gradient is wanted. It leaves out numbers that leave the work as it is
 lengths in a packed batch. A rung that refuses such a number is passed over when it is met.
 
 A layout is a tensor's strides, and whether it begins at an aligned vector. ``is_contiguous`` is quicker to read, but
-adds a guard to a graph of symbolic sizes.
+adds a guard to a graph of symbolic sizes. Where the first tensor's shape and the strides of another leave one of its
+sizes open, its number of elements stands for its shape: that is read sooner.
 """
 
 from __future__ import annotations
@@ -81,17 +82,19 @@ def _product(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     dtype = a.dtype
     precision = (dtype, tf32_allowed()) if dtype is torch.float32 else dtype
     begin = (a.storage_offset() | b.storage_offset()) & BEGIN
-    return a.shape, b.shape, a.stride(), b.stride(), begin, precision, options.get("activation"), gradient
+    return a.shape, b.numel(), a.stride(), b.stride(), begin, precision, options.get("activation"), gradient
 
 
 def _float8(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     a: Any = inputs[0]
     b: Any = inputs[1]
-    scales: Any = inputs[2], inputs[3]
-    layouts = a.stride(), b.stride()
+    scale: Any = inputs[2]
+    other: Any = inputs[3]
     begin = (a.storage_offset() | b.storage_offset()) & 15
-    form = scales[0].dim(), scales[1].dim(), inputs[4] is None, options["out_dtype"]
-    return a.shape, b.shape, layouts, begin, form, gradient
+    return (
+        a.shape, b.numel(), a.stride(), b.stride(), begin,
+        scale.dim(), other.dim(), inputs[4] is None, options["out_dtype"], gradient,
+    )  # fmt: skip
 
 
 def _loss(inputs: Inputs, options: Options, gradient: bool) -> Kind:
@@ -108,7 +111,7 @@ def _linear_loss(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     precision = (dtype, tf32_allowed()) if dtype is torch.float32 else dtype
     begin = (a.storage_offset() | b.storage_offset()) & BEGIN
     smooth, z_loss = options["label_smoothing"] == 0, options["z_loss"] == 0
-    return a.shape, b.shape, a.stride(), b.stride(), begin, precision, smooth, z_loss, gradient
+    return a.shape, b.numel(), a.stride(), b.stride(), begin, precision, smooth, z_loss, gradient
 
 
 def _rope(inputs: Inputs, options: Options, gradient: bool) -> Kind:
@@ -121,7 +124,7 @@ def _rope(inputs: Inputs, options: Options, gradient: bool) -> Kind:
 
 
 def _attention(inputs: Inputs, options: Options, gradient: bool) -> Kind:
-    """Queries, keys and values. The elements of values tell their head dimension, sooner than their shape.
+    """Queries, keys and values.
 
     Sinks are in it as `return_lse`: the rung returns the log-sum-exp, by which they are joined afterwards.
     """
@@ -132,16 +135,18 @@ def _attention(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     get = options.get
     begin = (query.storage_offset() | key.storage_offset() | value.storage_offset()) & BEGIN
     bias = mask is not None and (mask.shape, mask.stride(), mask.dtype, mask.requires_grad)
-    form = options["is_causal"], get("window_size"), get("return_lse"), get("enable_gqa"), "dropout_p" in options
-    layouts = query.stride(), key.stride(), value.stride(), begin
-    return query.shape, key.shape, value.numel(), query.dtype, layouts, bias, form, gradient
+    return (
+        query.shape, key.numel(), value.numel(), query.dtype,
+        query.stride(), key.stride(), value.stride(), begin, bias,
+        options["is_causal"], get("window_size"), get("return_lse"), get("enable_gqa"), "dropout_p" in options,
+        gradient,
+    )  # fmt: skip
 
 
 def _packed(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     """Attention to packed sequences, or to keys in pages.
 
-    Queries and keys have the other sizes of values. The elements of values, and those of offsets or of the table of
-    pages, say the rest.
+    The elements of offsets, or of the table of pages, tell the number of sequences.
     """
     query: Any = inputs[0]
     key: Any = inputs[1]
@@ -149,9 +154,12 @@ def _packed(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     places: Any = inputs[3]
     get = options.get
     begin = (query.storage_offset() | key.storage_offset() | value.storage_offset()) & BEGIN
-    layouts = query.stride(), key.stride(), value.stride(), begin
-    form = options["is_causal"], get("window_size"), get("return_lse"), get("enable_gqa"), get("batch_invariant")
-    return query.shape, key.shape, value.numel(), places.numel(), query.dtype, layouts, form, gradient
+    return (
+        query.shape, key.numel(), value.numel(), places.numel(), query.dtype,
+        query.stride(), key.stride(), value.stride(), begin,
+        options["is_causal"], get("window_size"), get("return_lse"), get("enable_gqa"), get("batch_invariant"),
+        gradient,
+    )  # fmt: skip
 
 
 def of_any(inputs: Inputs, options: Options, gradient: bool) -> Kind:

@@ -75,8 +75,9 @@ def run(world_size: int, folder: Path, checks: list[Check], device: str = "cpu")
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        # Groups of CPUs see no GPU, everywhere.
-        hidden = mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="") if device == "cpu" else contextlib.nullcontext()
+        # Groups of CPUs see no GPU, everywhere, so that they may lack a level which this machine must have.
+        no_gpu = {"CUDA_VISIBLE_DEVICES": "", "KERNEL_LADDER_REQUIRE": ""}
+        hidden = mock.patch.dict(os.environ, no_gpu) if device == "cpu" else contextlib.nullcontext()
         arguments = world_size, _free_port(), str(folder), checks, device
         multiprocessing.set_forkserver_preload([PRELOADED])
         with hidden:  # a process that has seen a GPU cannot be forked

@@ -232,6 +232,7 @@ def test_a_dropped_result_is_not_overwritten_while_another_stream_reads_it():
 )
 def test_without_jax_the_level_is_unavailable_with_the_way_to_it(monkeypatch, found, reason):
     spec_of = xla_impl.importlib.util.find_spec
+    monkeypatch.delenv("KERNEL_LADDER_REQUIRE", raising=False)
     if found is None:
         monkeypatch.setattr(xla_impl.importlib.util, "find_spec", lambda name: None if name == "jax" else spec_of(name))
     else:
