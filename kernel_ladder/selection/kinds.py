@@ -24,6 +24,7 @@ KindOf = Callable[[Inputs, Options, bool], Kind]
 
 #: Tensors that begin at multiples of so many elements begin on 16 bytes. A mask: ``&`` is quicker than ``%``.
 BEGIN = 7
+FLOAT32 = torch.float32
 
 
 # Every call runs one of these functions. Each spells its attributes out, because a helper or a loop takes longer.
@@ -80,7 +81,7 @@ def _product(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     a: Any = inputs[0]
     b: Any = inputs[1]
     dtype = a.dtype
-    precision = (dtype, tf32_allowed()) if dtype is torch.float32 else dtype
+    precision = (dtype, tf32_allowed()) if dtype is FLOAT32 else dtype
     begin = (a.storage_offset() | b.storage_offset()) & BEGIN
     return a.shape, b.numel(), a.stride(), b.stride(), begin, precision, options.get("activation"), gradient
 
@@ -100,7 +101,7 @@ def _float8(inputs: Inputs, options: Options, gradient: bool) -> Kind:
 def _loss(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     """Logits; their shape is that of the labels too."""
     x: Any = inputs[0]
-    form = options["label_smoothing"] == 0, options["z_loss"] == 0
+    form = not options["label_smoothing"], not options["z_loss"]
     return x.shape, x.stride(), x.storage_offset() & BEGIN, x.dtype, form, gradient
 
 
@@ -108,10 +109,10 @@ def _linear_loss(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     a: Any = inputs[0]
     b: Any = inputs[1]
     dtype = a.dtype
-    precision = (dtype, tf32_allowed()) if dtype is torch.float32 else dtype
+    precision = (dtype, tf32_allowed()) if dtype is FLOAT32 else dtype
     begin = (a.storage_offset() | b.storage_offset()) & BEGIN
-    smooth, z_loss = options["label_smoothing"] == 0, options["z_loss"] == 0
-    return a.shape, b.numel(), a.stride(), b.stride(), begin, precision, smooth, z_loss, gradient
+    plain, without_z_loss = not options["label_smoothing"], not options["z_loss"]
+    return a.shape, b.numel(), a.stride(), b.stride(), begin, precision, plain, without_z_loss, gradient
 
 
 def _rope(inputs: Inputs, options: Options, gradient: bool) -> Kind:
