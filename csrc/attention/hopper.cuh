@@ -8,7 +8,7 @@
 //   operand   product                             layout in shared memory (sm90.cuh)
 //   Q         A of S = Q · Kᵀ, 64 × D             Major::K: rows are queries, in panels of 64 columns
 //   K         B of S = Q · Kᵀ, D × KEYS           Major::K: rows are keys
-//   V         B of O = P · V, KEYS × D            Major::MN: rows are keys too, which here are the k of the product
+//   V         B of O = P · V, KEYS × D_v          Major::MN: rows are keys too, which here are the k of the product
 //   P         A of O = P · V, 64 × KEYS           none: the accumulator of S, rounded, is a fragment of A in registers
 #pragma once
 
@@ -24,19 +24,20 @@ constexpr int PANEL = 64;  // columns of 16 bits in a row of the swizzle
 constexpr int STAGES = 2;
 
 /// Tile shape: head dimension, padded on chip; keys per tile; consumer warpgroups; registers per producer thread and per
-/// consumer thread, where the kernel is warp-specialized.
-template <int HEAD_DIM_, int KEYS_, int CONSUMERS_, int PRODUCER_REGISTERS_ = 0, int CONSUMER_REGISTERS_ = 0>
+/// consumer thread, where the kernel is warp-specialized; head dimension of values.
+template <int HEAD_DIM_, int KEYS_, int CONSUMERS_, int PRODUCER_REGISTERS_ = 0, int CONSUMER_REGISTERS_ = 0,
+          int VALUE_DIM_ = HEAD_DIM_>
 struct HopperShape {
-    static constexpr int HEAD_DIM = HEAD_DIM_, KEYS = KEYS_, CONSUMERS = CONSUMERS_;
+    static constexpr int HEAD_DIM = HEAD_DIM_, VALUE_DIM = VALUE_DIM_, KEYS = KEYS_, CONSUMERS = CONSUMERS_;
     static constexpr int PRODUCER_REGISTERS = PRODUCER_REGISTERS_, CONSUMER_REGISTERS = CONSUMER_REGISTERS_;
     static constexpr int QUERIES = 64 * CONSUMERS, PRODUCERS = PRODUCER_REGISTERS > 0;
     static constexpr int THREADS = (PRODUCERS + CONSUMERS) * WARPGROUP;
-    static constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
+    static constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL, VALUE_PANELS = (VALUE_DIM + PANEL - 1) / PANEL;
     static constexpr int Q_PANEL = QUERIES * SWIZZLE_ROW, KV_PANEL = KEYS * SWIZZLE_ROW;  // bytes
-    static constexpr int Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * KV_PANEL;
-    static constexpr int BARRIERS = 2 + 4 * STAGES;
-    static constexpr int SHARED = SWIZZLE_ATOM + Q_BYTES + STAGES * 2 * KV_BYTES + (BARRIERS + 1) * 8;
-    static_assert(KV_PANEL % SWIZZLE_ATOM == 0 && HEAD_DIM % 32 == 0 && KEYS % 16 == 0);
+    static constexpr int Q_BYTES = PANELS * Q_PANEL, K_BYTES = PANELS * KV_PANEL, V_BYTES = VALUE_PANELS * KV_PANEL;
+    static constexpr int TILE_BYTES = Q_BYTES + STAGES * (K_BYTES + V_BYTES), BARRIERS = 2 + 4 * STAGES;
+    static constexpr int SHARED = SWIZZLE_ATOM + TILE_BYTES + (BARRIERS + 1) * 8;
+    static_assert(KV_PANEL % SWIZZLE_ATOM == 0 && HEAD_DIM % 32 == 0 && VALUE_DIM % 32 == 0 && KEYS % 16 == 0);
     // setmaxnreg: the registers that the producer releases must cover those that the consumers request.
     static_assert(PRODUCER_REGISTERS * WARPGROUP + CONSUMER_REGISTERS * WARPGROUP * CONSUMERS <= 65536);
 };
@@ -58,18 +59,19 @@ inline TmaTensor tma_operand(const Tensor& x, int rows) {
             {PANEL, rows, 1, 1}};
 }
 
-/// Calls f(zero, shape) with a zero of the dtype and the first of the shapes into which the head dimension fits.
+/// Calls f(zero, shape) with a zero of the dtype and the first of the shapes into which the head dimensions fit.
 template <typename... Shapes, typename F>
-void dispatch_first(const char* op, const std::string& rung, ScalarType dtype, int head_dim, F&& f) {
+void dispatch_first(const char* op, const std::string& rung, ScalarType dtype, const Attention& a, F&& f) {
     dispatch_16bit(dtype, op, [&](auto zero) {
         bool found = false;
         const auto offer = [&](auto shape) {
-            if (found || head_dim > decltype(shape)::HEAD_DIM) return;
+            using S = decltype(shape);
+            if (found || a.D > S::HEAD_DIM || a.D_v > S::VALUE_DIM) return;
             found = true;
             f(zero, shape);
         };
         (offer(Shapes{}), ...);
-        KL_CHECK(found, op, ": ", rung, " takes no head dimension of ", head_dim);
+        KL_CHECK(found, op, ": ", rung, " takes no head dimension of ", std::max(a.D, a.D_v));
     });
 }
 
@@ -105,11 +107,11 @@ struct AttentionCall {
     }
 
     /// Returns the results. Calls f(zero, shape) to launch the kernel, unless there are no summands. `zero` has the
-    /// operands' type; `shape` is the first of the shapes into which the head dimension fits.
+    /// operands' type; `shape` is the first of the shapes into which the head dimensions fit.
     template <typename... Shapes, typename F>
     std::tuple<Tensor, Tensor> results(F&& f) {
         if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
-        dispatch_first<Shapes...>("attention", rung, query.scalar_type(), std::max(a.D, a.D_v), f);
+        dispatch_first<Shapes...>("attention", rung, query.scalar_type(), a, f);
         return {output, lse};
     }
 
@@ -156,7 +158,7 @@ __device__ inline uint32_t phase_of(unsigned i) { return i / STAGES % 2; }
 ///
 ///   Q                                   QUERIES × HEAD_DIM
 ///   K of stage 0, K of stage 1          KEYS × HEAD_DIM each
-///   V of stage 0, V of stage 1          KEYS × HEAD_DIM each
+///   V of stage 0, V of stage 1          KEYS × VALUE_DIM each
 ///   mbarriers                           full and empty: of Q, then of each stage of K and of V
 ///   work tile index                     persistent kernel alone
 ///
@@ -167,8 +169,8 @@ struct AttentionSmem {
 
     __device__ explicit AttentionSmem(const void* shared)
         : q((shared_address(shared) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM) {}
-    __device__ uint32_t key(int i) const { return q + S::Q_BYTES + stage_of(i) * S::KV_BYTES; }
-    __device__ uint32_t value(int i) const { return key(i) + STAGES * S::KV_BYTES; }
+    __device__ uint32_t key(int i) const { return q + S::Q_BYTES + stage_of(i) * S::K_BYTES; }
+    __device__ uint32_t value(int i) const { return q + S::Q_BYTES + STAGES * S::K_BYTES + stage_of(i) * S::V_BYTES; }
     __device__ uint32_t query_full() const { return barrier(0); }
     __device__ uint32_t query_empty() const { return barrier(1); }
     __device__ uint32_t key_full(int i) const { return barrier(2 + stage_of(i)); }
@@ -197,7 +199,7 @@ struct AttentionSmem {
     }
 
   private:
-    __device__ uint32_t barrier(int i) const { return q + S::Q_BYTES + STAGES * 2 * S::KV_BYTES + 8 * i; }
+    __device__ uint32_t barrier(int i) const { return q + S::TILE_BYTES + 8 * i; }
 };
 
 /// A tile of queries and the tiles of keys that they see, at least one. `outer` = batch · heads + head. Steps count from the
@@ -266,8 +268,8 @@ __device__ inline void load_key(const AttentionSmem<S>& smem, const QkvMaps& map
 template <typename S>
 __device__ inline void load_value(const AttentionSmem<S>& smem, const QkvMaps& maps, const QueryTile<S>& tile, int step,
                                   int i) {
-    load_panels<S::PANELS>(smem.value(i), maps.value, smem.value_full(i), S::KV_PANEL,
-                           tile.key_row + tile.first_key(step), tile.head_kv, tile.batch);
+    load_panels<S::VALUE_PANELS>(smem.value(i), maps.value, smem.value_full(i), S::KV_PANEL,
+                                 tile.key_row + tile.first_key(step), tile.head_kv, tile.batch);
 }
 
 /// Producer: one thread loads work tile number `iteration` of the block, each stage as soon as it is released. The order is
@@ -323,14 +325,14 @@ __device__ inline void gemm_qk(float (&scores)[S::KEYS / 2], uint32_t q, uint32_
 
 /// Issues output += P · V, or output = P · V without `accumulate`, and commits the wgmma group.
 template <typename T, typename S>
-__device__ inline void gemm_pv(float (&output)[S::HEAD_DIM / 2], uint32_t (&weights)[S::KEYS / 16][4], uint32_t v,
+__device__ inline void gemm_pv(float (&output)[S::VALUE_DIM / 2], uint32_t (&weights)[S::KEYS / 16][4], uint32_t v,
                                bool accumulate) {
     wgmma_fence();
     const uint64_t b = matrix_descriptor<Major::MN>(v, S::KV_PANEL);
 #pragma unroll
     for (int i = 0; i < S::KEYS / 16; ++i) {
-        Wgmma<S::HEAD_DIM>::template multiply<T, Major::MN>(output, weights[i], b + i * DESCRIPTOR_STEP<Major::MN>,
-                                                            accumulate || i > 0);
+        Wgmma<S::VALUE_DIM>::template multiply<T, Major::MN>(output, weights[i], b + i * DESCRIPTOR_STEP<Major::MN>,
+                                                             accumulate || i > 0);
     }
     wgmma_commit();
 }
@@ -427,7 +429,7 @@ __device__ inline void round_weights(uint32_t (&weights)[KEYS / 16][4], const fl
 /// those of query 0.
 template <typename T, typename S>
 __device__ inline void store_results(T* first_output, int64_t stride, float* first_lse, const Attention& a,
-                                     const ThreadRows& rows, const float (&output)[S::HEAD_DIM / 2],
+                                     const ThreadRows& rows, const float (&output)[S::VALUE_DIM / 2],
                                      const OnlineSoftmaxState<S::KEYS>& softmax) {
     const int lane = threadIdx.x % 4;
 #pragma unroll
@@ -439,7 +441,7 @@ __device__ inline void store_results(T* first_output, int64_t stride, float* fir
         if (row < a.S_q && lane == 0) first_lse[row] = softmax.row_max[h] * a.scale + logf(sum);
         const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // a row of nothing but −inf gives zeros
 #pragma unroll
-        for (int j = 0; j < S::HEAD_DIM / 8; j += 4) {
+        for (int j = 0; j < S::VALUE_DIM / 8; j += 4) {
             uint32_t x[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -457,7 +459,7 @@ __device__ inline void store_results(T* first_output, int64_t stride, float* fir
 /// The same for dense tensors (B, H, S, D_v) and (B, H, S).
 template <typename T, typename S>
 __device__ inline void store_results(T* all_output, float* all_lse, const Attention& a, const QueryTile<S>& tile,
-                                     const ThreadRows& rows, const float (&output)[S::HEAD_DIM / 2],
+                                     const ThreadRows& rows, const float (&output)[S::VALUE_DIM / 2],
                                      const OnlineSoftmaxState<S::KEYS>& softmax) {
     const int64_t begin = int64_t{tile.outer} * a.S_q;
     store_results<T, S>(all_output + begin * a.D_v, a.D_v, all_lse + begin, a, rows, output, softmax);

@@ -99,7 +99,7 @@ struct BackwardCall {
     }
 
     /// Returns the gradients. Calls f(zero, shape) to launch the kernels, unless there are no summands. `zero` has the
-    /// operands' type; `shape` is the first of the shapes into which the head dimension fits.
+    /// operands' type; `shape` is the first of the shapes into which the head dimensions fit.
     template <typename... Shapes, typename F>
     std::tuple<Tensor, Tensor, Tensor> results(F&& f) {
         if (a.rows() * a.S_k == 0) {
@@ -107,7 +107,7 @@ struct BackwardCall {
             return {grad_query, grad_key, grad_value};
         }
         stats = empty(query, ScalarType::Float, {a.batches, a.heads, query_tiles(), 2 * QUERY_TILE});
-        dispatch_first<Shapes...>("attention_backward", rung, query.scalar_type(), std::max(a.D, a.D_v), f);
+        dispatch_first<Shapes...>("attention_backward", rung, query.scalar_type(), a, f);
         return {grad_query, grad_key, grad_value};
     }
 

@@ -28,6 +28,8 @@ namespace {
 using Persistent64 = HopperShape<64, 128, 3, 32, 160>;
 using Persistent96 = HopperShape<96, 128, 2, 24, 240>;
 using Persistent128 = HopperShape<128, 128, 2, 24, 240>;
+using Persistent192To128 = HopperShape<192, 128, 2, 24, 240, 128>;
+using Persistent192 = HopperShape<192, 96, 2, 24, 240>;
 using Persistent256 = HopperShape<256, 80, 2, 24, 240>;
 
 /// Order of work tiles: by sections of heads whose keys and values fit in L2 at once. Within a section the last queries of
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         if (index >= scheduler.tiles * scheduler.heads) break;
         const QueryTile<S> tile = work_tile<S>(index, scheduler, a);
         const ThreadRows rows(tile.q0, consumer);
-        float output[S::HEAD_DIM / 2];
+        float output[S::VALUE_DIM / 2];
         OnlineSoftmaxState<S::KEYS> softmax;
         pingpong_mainloop<T, S>(output, softmax, smem, a, tile, rows, consumer, iteration, begin);
         store_results<T, S>(output_pointer, lse, a, tile, rows, output, softmax);
@@ -133,17 +135,15 @@ std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tenso
                                                 const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                                 double scale, bool enable_gqa) {
     AttentionCall call("persistent", query, key, value, attn_mask, first, last, scale, enable_gqa);
-    return call.results<Persistent64, Persistent96, Persistent128, Persistent256>([&](auto zero, auto shape) {
-        using T = decltype(zero);
-        using S = decltype(shape);
-        run_persistent<T, S>(call);
-    });
+    return call.results<Persistent64, Persistent96, Persistent128, Persistent192To128, Persistent192, Persistent256>(
+        [&](auto zero, auto shape) { run_persistent<decltype(zero), decltype(shape)>(call); });
 }
 
 void attention_persistent_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
-    hopper_attributes<Persistent64, Persistent96, Persistent128, Persistent256>(
+    hopper_attributes<Persistent64, Persistent96, Persistent128, Persistent192To128, Persistent192, Persistent256>(
         attributes, dtype,
-        {"attention.persistent.64", "attention.persistent.96", "attention.persistent.128", "attention.persistent.256"},
+        {"attention.persistent.64", "attention.persistent.96", "attention.persistent.128",
+         "attention.persistent.192/128", "attention.persistent.192", "attention.persistent.256"},
         [](auto zero, auto shape, const char* name) {
             using T = decltype(zero);
             using S = decltype(shape);

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 
     registers_increase<S::CONSUMER_REGISTERS>();
     const ThreadRows rows(tile.q0, consumer);
-    float output[S::HEAD_DIM / 2];
+    float output[S::VALUE_DIM / 2];
     OnlineSoftmaxState<S::KEYS> softmax;
     init_pingpong_barriers(consumer);
     pingpong_mainloop<T, S>(output, softmax, smem, a, tile, rows, consumer, 0, 0);

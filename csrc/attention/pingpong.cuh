@@ -30,7 +30,7 @@ __device__ inline void init_pingpong_barriers(int consumer) {
 /// `begin`. The prologue computes S(0) and its softmax, the epilogue the last O. Each step between issues both products,
 /// S(step) and O(step − 1), and computes the softmax of S(step) while O(step − 1) is still running.
 template <typename T, typename S>
-__device__ inline void pingpong_mainloop(float (&output)[S::HEAD_DIM / 2], OnlineSoftmaxState<S::KEYS>& softmax,
+__device__ inline void pingpong_mainloop(float (&output)[S::VALUE_DIM / 2], OnlineSoftmaxState<S::KEYS>& softmax,
                                          const AttentionSmem<S>& smem, const Attention& a, const QueryTile<S>& tile,
                                          const ThreadRows& rows, int consumer, int iteration, int begin) {
     const int next_consumer = (consumer + 1) % S::CONSUMERS;

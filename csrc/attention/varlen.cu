@@ -19,6 +19,8 @@ namespace {
 using Varlen64 = HopperShape<64, 128, 3, 32, 160>;
 using Varlen96 = HopperShape<96, 128, 2, 24, 240>;
 using Varlen128 = HopperShape<128, 128, 2, 24, 240>;
+using Varlen192To128 = HopperShape<192, 128, 2, 24, 240, 128>;
+using Varlen192 = HopperShape<192, 96, 2, 24, 240>;
 using Varlen256 = HopperShape<256, 80, 2, 24, 240>;
 
 #if KL_SM90A
@@ -28,7 +30,7 @@ template <typename S>
 __device__ inline void clear_rows(uint32_t values, int first) {
     const int thread = static_cast<int>(threadIdx.x) - WARPGROUP;
 #pragma unroll
-    for (int panel = 0; panel < S::PANELS; ++panel) {
+    for (int panel = 0; panel < S::VALUE_PANELS; ++panel) {
         for (int i = first * SWIZZLE_ROW + thread * 16; i < S::KV_PANEL; i += S::CONSUMERS * WARPGROUP * 16) {
             store_shared16(values + panel * S::KV_PANEL + i, make_uint4(0, 0, 0, 0));
         }
@@ -69,7 +71,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         clear_rows<S>(smem.value(0), rest);
     }
     const ThreadRows rows(tile.q0, consumer);
-    float output[S::HEAD_DIM / 2];
+    float output[S::VALUE_DIM / 2];
     OnlineSoftmaxState<S::KEYS> softmax;
     init_pingpong_barriers(consumer);
     pingpong_mainloop<T, S>(output, softmax, smem, a, tile, rows, consumer, 0, 0);
@@ -87,19 +89,20 @@ std::tuple<Tensor, Tensor> attention_varlen_pingpong(const Tensor& query, const 
                                                      bool enable_gqa) {
     AttentionCall call("pingpong", query, key, value, std::nullopt, -MAX_LENGTH, MAX_LENGTH, scale, enable_gqa, true);
     const Packed packed = make_packed(query, call.a, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, call.a.S_k, left, right);
-    return call.results<Varlen64, Varlen96, Varlen128, Varlen256>([&](auto zero, auto shape) {
-        using T = decltype(zero);
-        using S = decltype(shape);
-        const int64_t tiles = ceil_div(packed.most_q, S::QUERIES);
-        call.run<attention_varlen_pingpong_kernel<T, S>, T, S>(packed.sequences * call.a.heads * tiles, packed);
-    });
+    return call.results<Varlen64, Varlen96, Varlen128, Varlen192To128, Varlen192, Varlen256>(
+        [&](auto zero, auto shape) {
+            using T = decltype(zero);
+            using S = decltype(shape);
+            const int64_t tiles = ceil_div(packed.most_q, S::QUERIES);
+            call.run<attention_varlen_pingpong_kernel<T, S>, T, S>(packed.sequences * call.a.heads * tiles, packed);
+        });
 }
 
 void attention_varlen_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
-    hopper_attributes<Varlen64, Varlen96, Varlen128, Varlen256>(
+    hopper_attributes<Varlen64, Varlen96, Varlen128, Varlen192To128, Varlen192, Varlen256>(
         attributes, dtype,
         {"attention_varlen.pingpong.64", "attention_varlen.pingpong.96", "attention_varlen.pingpong.128",
-         "attention_varlen.pingpong.256"},
+         "attention_varlen.pingpong.192/128", "attention_varlen.pingpong.192", "attention_varlen.pingpong.256"},
         [](auto zero, auto shape, const char* name) {
             using T = decltype(zero);
             using S = decltype(shape);

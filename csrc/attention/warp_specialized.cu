@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     const ThreadRows rows(tile.q0, consumer);
     const uint32_t q = smem.q + consumer * 64 * SWIZZLE_ROW;
     const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
-    float output[S::HEAD_DIM / 2];
+    float output[S::VALUE_DIM / 2];
     float scores[S::KEYS / 2];
     uint32_t weights[S::KEYS / 16][4];
     OnlineSoftmaxState<S::KEYS> softmax;

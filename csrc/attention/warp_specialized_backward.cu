@@ -27,7 +27,7 @@ namespace {
 /// consumers keep keys and values there, as operands of S and dP: that halves what these products read of shared memory.
 template <int HEAD_DIM_, int Q_STAGES_, bool IN_REGISTERS_>
 struct SpecializedShape {
-    static constexpr int HEAD_DIM = HEAD_DIM_, Q_STAGES = Q_STAGES_, KEYS = 128;
+    static constexpr int HEAD_DIM = HEAD_DIM_, VALUE_DIM = HEAD_DIM_, Q_STAGES = Q_STAGES_, KEYS = 128;
     static constexpr bool IN_REGISTERS = IN_REGISTERS_;
     static constexpr int THREADS = 3 * WARPGROUP, PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
     static constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
         load(0);
     }
 
-    float output[S::HEAD_DIM / 2];
+    float output[S::VALUE_DIM / 2];
     float scores[S::KEYS / 2];
     uint32_t weights[S::KEYS / 16][4];
     OnlineSoftmaxState<S::KEYS> softmax;

@@ -16,9 +16,9 @@ namespace {
 
 /// Head dimensions up to 128: one warpgroup a block, and several blocks an SM.
 template <int HEAD_DIM_, int BLOCKS_>
-struct BackwardShape : BackwardTile<HEAD_DIM_> {
+struct BackwardShape : BackwardTile<HEAD_DIM_, HEAD_DIM_> {
     static constexpr int BLOCKS = BLOCKS_, THREADS = WARPGROUP;  // BLOCKS: per SM
-    static constexpr int SHARED = SWIZZLE_ATOM + BackwardTile<HEAD_DIM_>::ALL_BYTES + STAGES * STATS_BYTES + 3 * 8;
+    static constexpr int SHARED = SWIZZLE_ATOM + BackwardShape::ALL_BYTES + STAGES * STATS_BYTES + 3 * 8;
     static_assert(BLOCKS * (SHARED + 1024) <= 228 * 1024 && STAGES == 2);
 };
 using Backward64 = BackwardShape<64, 3>;
@@ -230,11 +230,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_wgmma(const Tensor& grad, 
                                                             int64_t last, double scale, bool enable_gqa) {
     BackwardCall call("wgmma", grad, grad_lse, query, key, value, output, lse, attn_mask, first, last, scale,
                       enable_gqa);
-    return call.results<Backward64, Backward128, Backward192, Backward256>([&](auto zero, auto shape) {
-        using T = decltype(zero);
-        using S = decltype(shape);
-        run_backward<T, S>(call);
-    });
+    return call.results<Backward64, Backward128, Backward192To128, Backward192, Backward256>(
+        [&](auto zero, auto shape) {
+            using T = decltype(zero);
+            using S = decltype(shape);
+            run_backward<T, S>(call);
+        });
 }
 
 void attention_wgmma_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
@@ -244,18 +245,19 @@ void attention_wgmma_backward_kernel_attributes(std::vector<KernelAttributes>& a
         attributes.push_back(kernel_attributes<attention_backward_wgmma_preprocess_kernel<T>>(
             "attention_backward.wgmma.preprocess", PREPROCESS_THREADS));
     });
-    hopper_attributes<Backward64, Backward128, Backward192, Backward256>(
+    hopper_attributes<Backward64, Backward128, Backward192To128, Backward192, Backward256>(
         attributes, dtype,
         {"attention_backward.wgmma.query.64", "attention_backward.wgmma.query.128",
-         "attention_backward.wgmma.query.192", "attention_backward.wgmma.query.256"},
+         "attention_backward.wgmma.query.192/128", "attention_backward.wgmma.query.192",
+         "attention_backward.wgmma.query.256"},
         [](auto zero, auto shape, const char* name) {
             using S = decltype(shape);
             return kernel_attributes<query_kernel<decltype(zero), S>()>(name, S::THREADS, S::SHARED);
         });
-    hopper_attributes<Backward64, Backward128, Backward192, Backward256>(
+    hopper_attributes<Backward64, Backward128, Backward192To128, Backward192, Backward256>(
         attributes, dtype,
-        {"attention_backward.wgmma.key.64", "attention_backward.wgmma.key.128", "attention_backward.wgmma.key.192",
-         "attention_backward.wgmma.key.256"},
+        {"attention_backward.wgmma.key.64", "attention_backward.wgmma.key.128", "attention_backward.wgmma.key.192/128",
+         "attention_backward.wgmma.key.192", "attention_backward.wgmma.key.256"},
         [](auto zero, auto shape, const char* name) {
             using S = decltype(shape);
             return kernel_attributes<key_kernel<decltype(zero), S>()>(name, S::THREADS, S::SHARED);

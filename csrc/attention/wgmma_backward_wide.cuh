@@ -16,29 +16,33 @@
 
 namespace kl {
 
-/// A block keeps two tiles of 64 rows, and two stages of two streamed ones with their statistics.
-template <int HEAD_DIM_>
+/// A block keeps two tiles of 64 rows, and two stages of two streamed ones with their statistics. Of two tiles, one has the
+/// head dimension of queries and keys, the other that of dO and values.
+template <int HEAD_DIM_, int VALUE_DIM_>
 struct BackwardTile {
-    static constexpr int HEAD_DIM = HEAD_DIM_, ROWS = 64;
-    static constexpr int PANELS = HEAD_DIM / PANEL, PANEL_BYTES = ROWS * SWIZZLE_ROW;
-    static constexpr int TILE_BYTES = PANELS * PANEL_BYTES, ALL_BYTES = (2 + 2 * STAGES) * TILE_BYTES;
+    static constexpr int HEAD_DIM = HEAD_DIM_, VALUE_DIM = VALUE_DIM_, ROWS = 64;
+    static constexpr int PANELS = HEAD_DIM / PANEL, VALUE_PANELS = VALUE_DIM / PANEL, PANEL_BYTES = ROWS * SWIZZLE_ROW;
+    static constexpr int TILE_BYTES = PANELS * PANEL_BYTES, PAIR_BYTES = TILE_BYTES + VALUE_PANELS * PANEL_BYTES;
+    static constexpr int ALL_BYTES = (1 + STAGES) * PAIR_BYTES;
 };
 
 /// Head dimensions above 128: one loading warpgroup and two that compute, one block an SM.
-template <int HEAD_DIM_>
-struct WideBackward : BackwardTile<HEAD_DIM_> {
-    using Tile = BackwardTile<HEAD_DIM_>;
-    static constexpr int HEAD_DIM = HEAD_DIM_, ROWS = Tile::ROWS, THREADS = 3 * WARPGROUP;
+template <int HEAD_DIM_, int VALUE_DIM_>
+struct WideBackward : BackwardTile<HEAD_DIM_, VALUE_DIM_> {
+    using Tile = BackwardTile<HEAD_DIM_, VALUE_DIM_>;
+    static constexpr int HEAD_DIM = HEAD_DIM_, VALUE_DIM = VALUE_DIM_, ROWS = Tile::ROWS, THREADS = 3 * WARPGROUP;
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
     static constexpr int COLUMNS = 128, OTHER_COLUMNS = HEAD_DIM - COLUMNS;  // of dQ, by warpgroup
     static constexpr int WEIGHTS_BYTES = ROWS * QUERY_TILE * 4, GRADS_BYTES = ROWS * QUERY_TILE * 2;
     static constexpr int BARRIERS = 1 + 2 * STAGES + 4;
     static constexpr int SHARED =
         SWIZZLE_ATOM + Tile::ALL_BYTES + WEIGHTS_BYTES + GRADS_BYTES + STAGES * STATS_BYTES + BARRIERS * 8;
-    static_assert(SHARED <= 227 * 1024 && HEAD_DIM % PANEL == 0 && OTHER_COLUMNS % PANEL == 0);
+    static_assert(SHARED <= 227 * 1024 && HEAD_DIM % PANEL == 0 && VALUE_DIM % PANEL == 0);
+    static_assert(OTHER_COLUMNS % PANEL == 0);
 };
-using Backward192 = WideBackward<192>;
-using Backward256 = WideBackward<256>;
+using Backward192To128 = WideBackward<192, 128>;
+using Backward192 = WideBackward<192, 192>;
+using Backward256 = WideBackward<256, 256>;
 
 #if KL_SM90A
 
@@ -50,18 +54,19 @@ struct BackwardTiles {
     __device__ explicit BackwardTiles(const void* shared)
         : resident((shared_address(shared) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM) {}
     __device__ uint32_t resident_other() const { return resident + S::TILE_BYTES; }
-    __device__ uint32_t streamed(int stage) const { return resident + (2 + 2 * stage) * S::TILE_BYTES; }
+    __device__ uint32_t streamed(int stage) const { return resident + (1 + stage) * S::PAIR_BYTES; }
     __device__ uint32_t streamed_other(int stage) const { return streamed(stage) + S::TILE_BYTES; }
     __device__ uint32_t tiles_end() const { return resident + S::ALL_BYTES; }
 
     /// One thread loads two tiles; `barrier` is full when they have landed, and `more` bytes that the caller requests.
     __device__ void load(uint32_t shared, uint32_t barrier, const CUtensorMap& map, const CUtensorMap& other, int row,
                          int head, int batch, int more) const {
-        mbarrier_arrive_expect_tx(barrier, 2 * S::TILE_BYTES + more);
+        mbarrier_arrive_expect_tx(barrier, S::PAIR_BYTES + more);
 #pragma unroll
         for (int p = 0; p < S::PANELS; ++p) {
-            tma_load(shared + p * S::PANEL_BYTES, map, barrier, p * PANEL, row, head, batch);
-            tma_load(shared + S::TILE_BYTES + p * S::PANEL_BYTES, other, barrier, p * PANEL, row, head, batch);
+            const uint32_t panel = shared + p * S::PANEL_BYTES;
+            tma_load(panel, map, barrier, p * PANEL, row, head, batch);
+            if (p < S::VALUE_PANELS) tma_load(panel + S::TILE_BYTES, other, barrier, p * PANEL, row, head, batch);
         }
     }
 };
@@ -158,30 +163,31 @@ __device__ inline void walk(const WideSmem<S>& smem, int steps, float (&product)
 }
 
 /// A warpgroup's part of dQ of 64 queries: columns from `panel` on.
-template <typename T, typename S, int COLUMNS>
+template <typename T, typename S, int COLUMNS, bool HAS_WEIGHTS>
 __device__ inline void wide_query_columns(const Gradient<T>& grad_query, const WideSmem<S>& smem, const float* of_tile,
                                           const QueryTile<HopperShape<S::HEAD_DIM, 64, 1>>& tile, const Attention& a,
-                                          bool has_weights, int panel) {
+                                          int panel) {
+    constexpr int SUMMANDS = HAS_WEIGHTS ? S::HEAD_DIM : S::VALUE_DIM;  // of a score, or of an element of dP
     const ThreadRows rows(tile.q0, 0);
     const float scale = a.scale * LOG2E;
     const int first_column = panel * PANEL;
     float stat[2], acc[COLUMNS / 2] = {}, product[32];  // of a row: log2 of the weights' sum, or delta
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        stat[h] = of_tile[(has_weights ? 0 : QUERY_TILE) + stat_place(rows.lane_row + 8 * h)];
+        stat[h] = of_tile[(HAS_WEIGHTS ? 0 : QUERY_TILE) + stat_place(rows.lane_row + 8 * h)];
     }
     uint32_t operand[4][4];
     auto& words = reinterpret_cast<uint32_t (&)[16]>(operand);
-    const uint32_t own = has_weights ? smem.resident : smem.resident_other();
+    const uint32_t own = HAS_WEIGHTS ? smem.resident : smem.resident_other();
     mbarrier_wait(smem.resident_full(), 0);
     walk(
         smem, tile.steps, product, acc,
         [&](int stage) {
-            const uint32_t other = has_weights ? smem.streamed(stage) : smem.streamed_other(stage);
-            gemm_rows<T, S::HEAD_DIM>(product, own, S::PANEL_BYTES, other, S::PANEL_BYTES);
+            const uint32_t other = HAS_WEIGHTS ? smem.streamed(stage) : smem.streamed_other(stage);
+            gemm_rows<T, SUMMANDS>(product, own, S::PANEL_BYTES, other, S::PANEL_BYTES);
         },
         [&](int i, int) {
-            if (has_weights) {
+            if (HAS_WEIGHTS) {
                 apply_mask<64>(product, a, rows, tile.first_key(i));
 #pragma unroll
                 for (int j = 0; j < 32; ++j) {  // weights are not negative: −1 marks one that is hidden
@@ -238,9 +244,9 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     registers_increase<S::CONSUMER_REGISTERS>();
     const float* of_tile = stats_tile(stats, a, tile.batch, tile.head, tile.q0 / QUERY_TILE);
     if (group == 0) {
-        wide_query_columns<T, S, S::COLUMNS>(grad_query, smem, of_tile, tile, a, true, 0);
+        wide_query_columns<T, S, S::COLUMNS, true>(grad_query, smem, of_tile, tile, a, 0);
     } else {
-        wide_query_columns<T, S, S::OTHER_COLUMNS>(grad_query, smem, of_tile, tile, a, false, S::COLUMNS / PANEL);
+        wide_query_columns<T, S, S::OTHER_COLUMNS, false>(grad_query, smem, of_tile, tile, a, S::COLUMNS / PANEL);
     }
 #endif
 }
@@ -278,10 +284,11 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     registers_increase<S::CONSUMER_REGISTERS>();
     const int64_t outer = int64_t{tile.batch} * a.heads_kv + tile.head_kv;
     const float scale = a.scale * LOG2E;
-    float acc[S::HEAD_DIM / 2] = {}, product[32];
+    float product[32];
     uint32_t operand[4][4];
     if (steps > 0) mbarrier_wait(smem.resident_full(), 0);
     if (group == 0) {
+        float acc[S::VALUE_DIM / 2] = {};
         walk(
             smem, steps, product, acc,
             [&](int stage) {
@@ -294,15 +301,18 @@ __global__ void __launch_bounds__(S::THREADS, 1)
                 send_registers(product, smem.weights(), smem.weights_full(), smem.weights_empty(), i);
                 round_weights<T, 64>(operand, product);
             },
-            [&](int stage) { gemm_columns<T, S::HEAD_DIM>(acc, operand, smem.streamed_other(stage), S::PANEL_BYTES); });
-        store_gradient<T, S::HEAD_DIM>(grad_value.at(outer, tile.k0), grad_value.row, a.D_v, a.S_k - tile.k0, acc,
-                                       1.0f);
+            [&](int stage) {
+                gemm_columns<T, S::VALUE_DIM>(acc, operand, smem.streamed_other(stage), S::PANEL_BYTES);
+            });
+        store_gradient<T, S::VALUE_DIM>(grad_value.at(outer, tile.k0), grad_value.row, a.D_v, a.S_k - tile.k0, acc,
+                                        1.0f);
     } else {
+        float acc[S::HEAD_DIM / 2] = {};
         walk(
             smem, steps, product, acc,
             [&](int stage) {
-                gemm_rows<T, S::HEAD_DIM>(product, smem.resident_other(), S::PANEL_BYTES, smem.streamed_other(stage),
-                                          S::PANEL_BYTES);
+                gemm_rows<T, S::VALUE_DIM>(product, smem.resident_other(), S::PANEL_BYTES, smem.streamed_other(stage),
+                                           S::PANEL_BYTES);
             },
             [&](int i, int stage) {
                 float weights[32];

@@ -24,8 +24,10 @@ WGMMA_PER_CENT = 111
 #: Queries that share a head of keys, up to which ``split_kv`` takes the call.
 SPLIT_ROWS = 16
 #: Head dimensions whose gradients were measured beside cuDNN's on Hopper, keys up to which the cuda level is ahead at
-#: the least one, and from which at the greatest.
-HEADS_WITH_GRADIENTS, LONGEST_NARROW, SHORTEST_WIDE = (64, 96, 128, 256), 8192, 2048
+#: the least one, and from which above `WIDEST_BACKWARD`.
+HEADS_WITH_GRADIENTS, LONGEST_NARROW, SHORTEST_WIDE = (64, 96, 128, 160, 192, 256), 8192, 2048
+#: Head dimensions of queries and of values that have tiles of their own (csrc/attention/persistent.cu).
+OF_DEEPSEEK = (192, 128)
 #: The widest head dimension of `warp_specialized`'s backward pass on Hopper; wider ones, up to 256, are `wgmma`'s.
 WIDEST_BACKWARD = 128
 #: Keys times padded head dimension up to which `wgmma` has the fastest backward on Hopper: a block of
@@ -87,20 +89,25 @@ def cuda_on_hopper(inputs: Inputs, options: Options) -> tuple[str, ...]:
     cuDNN's forward pass takes 1.05 to 1.4 times as long, its backward pass 0.92 to 1.37 times as long as
     ``cuda.persistent``'s: less where sequences are long. At head dimension 256 and 4,096 keys its backward pass takes
     1.02 times as long with a causal mask, 1.08 without (H100).
+
+    With values of 128 beside queries of 192, as DeepSeek's models have them, cuDNN's forward pass takes 1.1 to 1.3
+    times as long from 4,096 keys on, and about as long at 1,024. Its backward pass takes 1.15 times as long, or 0.7
+    with a causal mask (H200).
     """
     query, key, value = inputs[:3]
-    d = concrete(query.shape[-1])
-    if not query.is_cuda or query.element_size() != 2 or concrete(value.shape[-1]) != d:
+    d, d_v = concrete(query.shape[-1]), concrete(value.shape[-1])
+    if not query.is_cuda or query.element_size() != 2 or (d != d_v and (d, d_v) != OF_DEEPSEEK):
         return ()
     if not is_hopper(query.get_device()) or (len(inputs) > 3 and inputs[3] is not None):
         return ()
     queries, heads, heads_kv = map(concrete, (query.shape[-2], query.shape[-3], key.shape[-3]))
-    if queries * heads <= SPLIT_ROWS * heads_kv:
+    keys = concrete(key.shape[-2])
+    if queries * heads <= SPLIT_ROWS * heads_kv or (d != d_v and keys < SHORTEST_WIDE):
         return ()
     if wants_gradient(*inputs):
         no_window = tuple(options.get("window_size") or NO_WINDOW) == NO_WINDOW
-        keys = concrete(key.shape[-2])
         behind = keys > LONGEST_NARROW if d <= NARROW_HEAD else d > WIDEST_BACKWARD and keys < SHORTEST_WIDE
+        behind |= d != d_v and bool(options.get("is_causal"))
         if d not in HEADS_WITH_GRADIENTS or behind or not no_window:
             return ()
     return *prefer_wgmma(inputs, options), "cuda.persistent"

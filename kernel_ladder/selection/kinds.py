@@ -125,7 +125,7 @@ def _rope(inputs: Inputs, options: Options, gradient: bool) -> Kind:
 
 
 def _attention(inputs: Inputs, options: Options, gradient: bool) -> Kind:
-    """Queries, keys and values.
+    """Queries, keys and values, whose strides tell their head dimension.
 
     Sinks are in it as `return_lse`: the rung returns the log-sum-exp, by which they are joined afterwards.
     """
@@ -137,7 +137,7 @@ def _attention(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     begin = (query.storage_offset() | key.storage_offset() | value.storage_offset()) & BEGIN
     bias = mask is not None and (mask.shape, mask.stride(), mask.dtype, mask.requires_grad)
     return (
-        query.shape, key.numel(), value.numel(), query.dtype,
+        query.shape, key.numel(), query.dtype,
         query.stride(), key.stride(), value.stride(), begin, bias,
         options["is_causal"], get("window_size"), get("return_lse"), get("enable_gqa"), "dropout_p" in options,
         gradient,
@@ -156,7 +156,7 @@ def _packed(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     get = options.get
     begin = (query.storage_offset() | key.storage_offset() | value.storage_offset()) & BEGIN
     return (
-        query.shape, key.numel(), value.numel(), places.numel(), query.dtype,
+        query.shape, key.numel(), places.numel(), query.dtype,
         query.stride(), key.stride(), value.stride(), begin,
         options["is_causal"], get("window_size"), get("return_lse"), get("enable_gqa"), get("batch_invariant"),
         gradient,

@@ -131,12 +131,32 @@ def test_windowed_attention_in_99_kib(name, head_dim, gradient, built_everywhere
         ((4, 16, 2048, 96), (4, 16, 2048, 96), True, {"is_causal": True}, "cuda.persistent"),
         ((4, 8, 2048, 256), (4, 8, 2048, 256), True, {"is_causal": True}, "cuda.persistent"),
         ((8, 8, 1024, 256), (8, 8, 1024, 256), True, {"is_causal": True}, "torch.builtin"),
-        ((4, 8, 2048, 192), (4, 8, 2048, 192), True, {"is_causal": True}, "torch.builtin"),
+        ((4, 8, 2048, 192), (4, 8, 2048, 192), True, {"is_causal": True}, "cuda.persistent"),
+        ((4, 8, 2048, 136), (4, 8, 2048, 136), True, {"is_causal": True}, "torch.builtin"),
         ((4, 16, 1, 128), (4, 16, 4096, 128), False, {"is_causal": False}, "torch.builtin"),
     ],
 )
 def test_auto_on_hopper_takes_the_level_that_is_ahead_in_attention(q, k, gradient, options, expected, built_everywhere):
     case = Case("", (q, k, k), {"is_causal": False, "scale": None, "enable_gqa": False, **options})
+    with gpu.pretend("H100"), tables.without():
+        found, refused = chosen("attention", case, torch.bfloat16, gradient=gradient)
+    assert found == expected, refused
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("length", "d", "d_v", "gradient", "is_causal", "expected"),
+    [
+        (4096, 192, 128, False, True, "cuda.persistent"),
+        (1024, 192, 128, False, True, "torch.builtin"),
+        (4096, 192, 128, True, False, "cuda.persistent"),
+        (4096, 192, 128, True, True, "torch.builtin"),
+        (4096, 128, 64, False, True, "torch.builtin"),
+    ],
+)
+def test_auto_on_hopper_where_values_are_narrower(length, d, d_v, gradient, is_causal, expected, built_everywhere):
+    shapes = tuple((2, 16, length, width) for width in (d, d, d_v))
+    case = Case("", shapes, {"is_causal": is_causal, "scale": None, "enable_gqa": False})
     with gpu.pretend("H100"), tables.without():
         found, refused = chosen("attention", case, torch.bfloat16, gradient=gradient)
     assert found == expected, refused

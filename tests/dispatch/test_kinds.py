@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import timeit
 
@@ -70,6 +71,39 @@ def test_so_are_the_layouts_of_others_of_its_size(op, place):
     usual = kind_of(op, inputs, options)
     inputs[place] = spread(inputs[place])
     assert kind_of(op, inputs, options) != usual
+
+
+def as_models_hold(layout: str, heads: int, length: int, width: int) -> torch.Tensor:
+    """Keys or values of two sequences: as they come from a projection, or the first `length` rows of a cache."""
+    if layout == "contiguous":
+        return torch.empty(2, heads, length, width, device="meta")
+    if layout == "projected":
+        return torch.empty(2, length, heads, width, device="meta").transpose(1, 2)
+    return torch.empty(2, heads, 96, width, device="meta")[:, :, :length]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "projected", "cached"])
+def test_every_size_of_attention_is_in_its_kind(layout):
+    _, options = call_of("attention")
+    query = torch.empty(2, 8, 32, 16, device="meta")
+    sizes = list(itertools.product((1, 2, 4), (24, 48), (8, 16)))
+    kinds = set()
+    for heads, length, d_v in sizes:
+        key, value = (as_models_hold(layout, heads, length, width) for width in (16, d_v))
+        kinds.add(kind_of("attention", [query, key, value, None], options))
+    assert len(kinds) == len(sizes)
+
+
+@pytest.mark.parametrize("op", ["matmul", "linear", "linear_cross_entropy", "linear_float8"])
+def test_so_is_every_size_of_a_product(op):
+    inputs, options = call_of(op)
+    k, kinds = inputs[0].shape[-1], set()
+    for n in (48, 96):
+        shape = (k, n) if op == "matmul" else (n, k)
+        kinds.add(
+            kind_of(op, [inputs[0], torch.empty(shape, dtype=inputs[1].dtype, device="meta"), *inputs[2:]], options)
+        )
+    assert len(kinds) == 2
 
 
 @pytest.mark.parametrize(("op", "place"), [("layer_norm", 1), ("layer_norm", 2), ("rms_norm", 1), ("add_rms_norm", 2)])
