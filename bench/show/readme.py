@@ -23,6 +23,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``memory``: attention's memory and time against the length
 - ``dynamic``: what a new length costs, by every way to compile a function
 - ``patched``: what a patch makes of whole models
+- ``others``: operations that were measured later on another GPU
 - ``scaling``, ``scaling model``, ``scaling steps``: what several GPUs measured, what the paper model predicts of more,
   and what a training step's time consists of
 
@@ -56,8 +57,10 @@ from bench.show import (
     log_index,
     markdown,
     matmul_model,
+    others,
     patched,
     predictions,
+    rates,
     regret,
     scaling,
     table_regret,
@@ -113,7 +116,7 @@ def renew(text: str, machines: Machines, folder: Path) -> str:
 def _block(name: str, machines: Machines, folder: Path) -> str:
     if name in scaling.BLOCKS:
         return scaling.write(name, machines) or f"{_EMPTY}: `{scaling.COMMAND}` writes them.*"
-    for page in (dynamic, patched, bridge, table_regret):
+    for page in (dynamic, patched, bridge, table_regret, others):
         if name == page.BLOCK:
             return page.write(machines) or f"{_EMPTY}: `{page.COMMAND}` writes them.*"
     make, op = _maker(name, folder)
@@ -127,7 +130,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
     word, _, op = name.partition(" ")
     of_all: dict[str, Callable[[Path, list[Row]], str]] = {
         "summary": _summary,
-        "machine": _machine,
+        "machine": rates.machine,
         "headlines": headlines.write,
         "claims": claims.write,
         "regret": regret.write,
@@ -150,7 +153,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
     if name in of_all:
         return of_all[name], ""
     if name in kernel_ladder.OPS:
-        return lambda path, found: _rates(name, found), name
+        return lambda path, found: rates.of_op(name, found), name
     if word in of_one and op in kernel_ladder.OPS:
         return of_one[word], op
     known = [
@@ -159,35 +162,12 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         patched.BLOCK,
         bridge.BLOCK,
         table_regret.BLOCK,
+        others.BLOCK,
         *scaling.BLOCKS,
         *(f"'{word} OP'" for word in of_one),
         "OP",
     ]
     raise ReadmeError(f"unknown block {name!r}; known are {', '.join(known)}, of {', '.join(kernel_ladder.OPS)}")
-
-
-def _machine(path: Path, found: list[Row]) -> str:
-    if not found:
-        return ""
-    in_time = sorted(found, key=lambda row: row.when)
-    newest = in_time[-1]
-    versions: dict[str, dict[str, None]] = {}
-    for row in in_time:
-        of_row = {"driver": row.driver, "CUDA": row.cuda, "PyTorch": row.torch, "Triton": row.triton}
-        if row.peer_version != row.torch:  # a peer that is PyTorch itself is named already
-            of_row[row.backend.partition(".")[2]] = row.peer_version
-        for name, version in of_row.items():
-            if version:
-                versions.setdefault(name, {})[version] = None
-    with_ = ", ".join(f"{name} {' and '.join(known)}" for name, known in versions.items())
-    commits = [f"`{commit[:12]}`" for commit in dict.fromkeys(row.commit for row in in_time if row.commit)]
-    source = f"; source {commits[-1]}" if commits else ""
-    if len(commits) > 1:
-        source = f"; source of {len(commits)} commits up to {commits[-1]}, each row naming its own"
-    if any(row.dirty for row in found):
-        source += " (with changes)" if len(commits) < 2 else ", some with changes"
-    note = " Triton ran in its interpreter there: its times say nothing." if any(r.interpreted for r in found) else ""
-    return f"Measured on {newest.gpu} with {with_}{source}; {newest.when[:10]}.{note}"
 
 
 def _summary(path: Path, found: list[Row]) -> str:
@@ -210,7 +190,7 @@ def _summary(path: Path, found: list[Row]) -> str:
     measured = ["time (quartiles)", "rate", "of ceiling", "× baseline"]
     header = ["operation", "backend", *(f"{p} {m}" for p in PASSES for m in measured)]
     table = markdown.grid(header, [line[:-1] for line in lines], [False, False] + [True] * 8)
-    return f"{_machine(path, found)}\n\n{with_legend(table)}"
+    return f"{rates.machine(path, found)}\n\n{with_legend(table)}"
 
 
 def _cells(row: Row | None, marked: bool) -> list[str]:
@@ -227,56 +207,6 @@ def _cells(row: Row | None, marked: bool) -> list[str]:
         f"{row.of_ceiling:.2f}" if row.of_ceiling is not None else "",
         f"{row.speedup:.2f}" if row.speedup is not None else "",
     ]
-
-
-def _rates(op: str, found: list[Row]) -> str:
-    """Rates of an operation, a line per shape, a column per variant."""
-    mine = [row for row in found if row.op == op]
-    tables = []
-    for dtype in sorted({row.dtype for row in mine}, key=lambda d: (d != "bfloat16", d)):
-        for pass_ in PASSES:
-            rows_ = [row for row in mine if row.dtype == dtype and row.pass_ == pass_]
-            if rows_:
-                tables.append(f"{op} {pass_}, {dtype}, {rows_[0].gpu}:\n\n{_grid(rows_)}")
-    return with_legend("\n\n".join(tables))
-
-
-def _grid(found: list[Row]) -> str:
-    timed = [row for row in found if row.us is not None]
-    bytes_bound = 2 * sum(row.bytes_bound for row in timed) >= len(timed)
-    backends = list(dict.fromkeys(row.backend for row in found))
-    reasons: list[str] = []  # footnotes: one sentence, however many cells it explains
-    lines = []
-    for shape in dict.fromkeys(row.shape for row in found):
-        members = {row.backend: row for row in found if row.shape == shape}
-        best = fastest(members.values())
-        cells = [shape, _roof(list(members.values()), bytes_bound)]
-        for backend in backends:
-            row = members.get(backend)
-            if row is None:
-                cells.append("")
-            elif row.us is None:
-                reason = f"wrong: {row.wrong}" if row.wrong else str(row.unsupported)
-                if reason not in reasons:
-                    reasons.append(reason)
-                cells.append(f"— ({reasons.index(reason) + 1})")
-            else:
-                bold = "**" if backend in best else ""
-                cells.append(f"{bold}{rate(row, bytes_bound)}{bold}{mark(row)}")
-        lines.append(cells)
-    table = markdown.grid(
-        ["shape", "ceiling", *(f"`{b}`" for b in backends)], lines, [False, *([True] * (len(backends) + 1))]
-    )
-    notes = "\\\n".join(f"({i}) {markdown.escape(reason)}" for i, reason in enumerate(reasons, 1))
-    return f"{table}\n\n{notes}" if notes else table
-
-
-def _roof(members: list[Row], bytes_bound: bool) -> str:
-    row = next((row for row in members if row.least_us), None)
-    if row is None:
-        return ""
-    at_roof = Row(**{**row.__dict__, "gbs": row.bytes / row.least_us / 1e3, "tflops": row.flops / row.least_us / 1e6})
-    return rate(at_roof, bytes_bound)
 
 
 def _picture(op: str, path: Path, found: list[Row], folder: Path) -> str:

@@ -18,7 +18,7 @@ from bench.measure import cases, timing
 from bench.measure.selection import Group, Selection, groups
 from bench.rows import store
 from bench.rows.store import FIELDS, Row
-from bench.show import pictures, readme
+from bench.show import pictures, rates
 from bench.show import table as bench_table
 from kernel_ladder import table
 from kernel_ladder.selection.rules import RULES
@@ -172,15 +172,15 @@ def test_the_fastest_is_told_by_paired_ratios_and_has_its_equals():
 def test_marks_have_a_legend():
     steady = dataclasses.replace(_timed("torch.builtin", 10.0, 1.0), clocks_moved=False, graph=True)
     moved = dataclasses.replace(_timed("torch.naive", 12.0, 0.8), clocks_moved=True, graph=False)
-    block = readme._rates("gelu", [steady, moved])
+    block = rates.of_op("gelu", [steady, moved])
     assert "†‡ |" in block
     assert block.endswith("† its clock was not its neighbours'; ‡ launched call by call, with the gaps between.")
-    assert "†" not in readme._rates("gelu", [steady])
+    assert "†" not in rates.of_op("gelu", [steady])
 
 
 def test_the_machine_s_line_names_every_version():
     older, newer = a_row(torch="2.11", when="2026-01-01"), a_row(torch="2.12", commit="c0ffee", when="2026-01-02")
-    assert "with PyTorch 2.11 and 2.12; source `c0ffee`; 2026-01-02." in readme._machine(None, [newer, older])
+    assert "with PyTorch 2.11 and 2.12; source `c0ffee`; 2026-01-02." in rates.machine(None, [newer, older])
 
 
 def test_a_backward_that_moves_nothing_is_not_timed():
