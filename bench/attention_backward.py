@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -250,31 +251,55 @@ def _read(process: subprocess.Popen, lines: queue.Queue[str]) -> None:
 
 # ---- times ----------------------------------------------------------------------------------------------------------
 
-#: Name, batch, heads, heads of keys, length, head dimension, causal.
+
+class Shape(NamedTuple):
+    """A call to time: heads of queries and of keys, head dimensions of queries and of values."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    length: int
+    d: int
+    d_v: int
+    causal: bool
+
+    @property
+    def name(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
+        d = f"{self.d}" if self.d == self.d_v else f"{self.d}/{self.d_v}"
+        return f"B{self.batch} H{heads} S{self.length} D{d} {'causal' if self.causal else 'full'}"
+
+    @property
+    def flop(self) -> float:
+        """Of five products: scores, dQ and dK sum over or have `d` columns, dP and dV `d_v`."""
+        return 2 * self.batch * self.heads * self.length**2 * (3 * self.d + 2 * self.d_v) / (2 if self.causal else 1)
+
+
 SHAPES = [
-    (f"B{batch} H{heads} S{length} D{d} {'causal' if causal else 'full'}", batch, heads, heads, length, d, causal)
+    Shape(batch, heads, heads, length, d, d, causal)
     for d, heads in ((128, 16), (64, 32))
     for batch, length in ((32, 512), (8, 2048), (4, 4096), (1, 16384))
     for causal in (False, True)
 ]
-SHAPES.append(("B2 H32/8 S4096 D128 causal", 2, 32, 8, 4096, 128, True))
-SHAPES.append(("B2 H16 S4096 D96 causal", 2, 16, 16, 4096, 96, True))
-SHAPES += [(f"B4 H8 S4096 D256 {name}", 4, 8, 8, 4096, 256, name == "causal") for name in ("full", "causal")]
-SHAPES.append(("B4 H16 S4096 D192 causal", 4, 16, 16, 4096, 192, True))
+SHAPES.append(Shape(2, 32, 8, 4096, 128, 128, True))
+SHAPES.append(Shape(2, 16, 16, 4096, 96, 96, True))
+SHAPES += [Shape(4, 8, 8, 4096, 256, 256, causal) for causal in (False, True)]
+SHAPES.append(Shape(4, 16, 16, 4096, 192, 192, True))
+SHAPES += [Shape(2, 16, 16, 4096, 192, 128, causal) for causal in (False, True)]
 
 
-def calls(shape: tuple) -> dict[str, Callable[[], object]]:
+def calls(shape: Shape) -> dict[str, Callable[[], object]]:
     """The backward pass of one shape by each implementation that runs here."""
     from kernel_ladder import table
     from kernel_ladder.semantics.masks import band
 
     assert table.variants("attention", "cuda"), "the extension was not built"  # loads the operators
-    _, batch, heads, heads_kv, length, d, causal = shape
+    batch, heads, heads_kv, length, d, d_v, causal = shape
     first, last = band(causal, (-1, -1), length, length)
     made = {}
     q = torch.randn(batch, heads, length, d, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(batch, heads_kv, length, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    grad = torch.randn_like(q)
+    k, v = (torch.randn(batch, heads_kv, length, n, device="cuda", dtype=torch.bfloat16) for n in (d, d_v))
+    grad = torch.randn(batch, heads, length, d_v, device="cuda", dtype=torch.bfloat16)
     scale = d**-0.5
     output, lse = torch.ops.kernel_ladder.attention.persistent(q, k, v, None, first, last, scale, True)
     saved = (q, k, v, output, lse, None, first, last, scale, True)
@@ -322,13 +347,12 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def time_all(words: str) -> None:
-    """Print TFLOP/s of each shape whose name has all of the words: 2.5 times the forward's operations."""
+    """Print TFLOP/s of each shape whose name has all of the words."""
     print(f"\nTFLOP/s of the backward pass, bfloat16, {torch.cuda.get_device_name()}; median of {ROUNDS} rounds")
     names = ("flash", "wgmma", "warp_specialized", "… unordered", "FA2", "cuDNN", "FA4")
     print(f"{'':34}" + "".join(f"{name:>18}" if len(name) > 9 else f"{name:>10}" for name in names))
     for shape in SHAPES:
-        name, batch, heads, _, length, d, causal = shape
-        if not all(word in name for word in words.split()):
+        if not all(word in shape.name for word in words.split()):
             continue
         made = calls(shape)
         for call in made.values():
@@ -337,9 +361,10 @@ def time_all(words: str) -> None:
         for _ in range(ROUNDS):
             for implementation, call in made.items():
                 times[implementation].append(milliseconds(call))
-        flop = 2.5 * 4 * batch * heads * length**2 * d / (2 if causal else 1)
-        rates = {i: f"{flop / statistics.median(t) / 1e9:.0f}" for i, t in times.items()}
-        print(f"{name:34}" + "".join(f"{rates.get(n, '–'):>{18 if len(n) > 9 else 10}}" for n in names), flush=True)
+        rates = {i: f"{shape.flop / statistics.median(t) / 1e9:.0f}" for i, t in times.items()}
+        print(
+            f"{shape.name:34}" + "".join(f"{rates.get(n, '–'):>{18 if len(n) > 9 else 10}}" for n in names), flush=True
+        )
         del made
         torch.cuda.empty_cache()
 
@@ -348,9 +373,9 @@ def kernel_times(words: str) -> None:
     """Print the time of each kernel of our rungs, at the first shape whose name has all of the words."""
     from torch.profiler import ProfilerActivity, profile
 
-    shape = next(s for s in SHAPES if all(word in s[0] for word in words.split()))
+    shape = next(s for s in SHAPES if all(word in s.name for word in words.split()))
     made = calls(shape)
-    print(f"\nMicroseconds a kernel, {shape[0]}")
+    print(f"\nMicroseconds a kernel, {shape.name}")
     for name in ("flash", "wgmma", "warp_specialized", "… unordered"):
         made[name]()
         with profile(activities=[ProfilerActivity.CUDA]) as found:

@@ -39,6 +39,13 @@ def test_cases_are_all_different_and_begin_with_a_plain_one():
     assert {case.asks for case in cases} == {"agree", "lse", "expanded", "repeat", "unordered"}
 
 
+def test_operations_count_both_head_dimensions():
+    wide = script.Shape(2, 16, 4, 8, 192, 128, True)
+    assert wide.name == "B2 H16/4 S8 D192/128 causal"
+    assert wide.flop == 2 * (2 * 16 * 8 * 8 / 2) * (192 + 192 + 192 + 128 + 128)
+    assert len({shape.name for shape in script.SHAPES}) == len(script.SHAPES)
+
+
 def test_sums_in_any_order_are_refused_where_determinism_is_asked_for():
     torch.use_deterministic_algorithms(True)
     try:
