@@ -36,6 +36,8 @@ def call(op: str, inputs: Inputs, options: Options, run: Callable[[Inputs], Any]
     chosen = _chosen(rule, inputs, mesh)
     if op == "linear" and "k" in chosen and (inputs[2] is not None or options["activation"] is not None):
         return _reduced_linear(inputs, options, anew)
+    if options.get("reduction") == "mean" and any(chosen):
+        return _mean_of_rows(op, inputs, options, anew)
     pairs = list(zip(inputs, rule.inputs, strict=True))
     local = tuple([None if x is None else _local(x, names, chosen) for x, names in pairs])
     sizes: dict[str, int] = {}
@@ -80,6 +82,22 @@ def _reduced_linear(inputs: Inputs, options: Options, anew: Callable[..., Any]) 
         return anew("add", (output, bias), {})
     approximate = {"approximate": "tanh" if options["activation"] == "gelu_tanh" else "none"}
     return anew("gelu", (output,), approximate) if bias is None else anew("bias_gelu", (output, bias), approximate)
+
+
+def _mean_of_rows(op: str, inputs: Inputs, options: Options, anew: Callable[..., Any]) -> Any:
+    """A loss whose rows are split: the sum in float32 or wider over the number of labels that count, of all GPUs."""
+    input, target = inputs[0], inputs[-1]
+    if op == "cross_entropy":
+        wide = torch.promote_types(input.dtype, torch.float32)
+        total = anew(op, inputs, {**options, "reduction": "none"}).sum(dtype=wide)
+        result_dtype = input.dtype
+    else:
+        total = anew(op, inputs, {**options, "reduction": "sum", "wide_loss": True})
+        result_dtype = total.dtype if options["wide_loss"] else input.dtype
+    count = (target != options["ignore_index"]).sum()
+    whole = [Replicate()] * input.device_mesh.ndim
+    total, count = (x.redistribute(input.device_mesh, whole) for x in (total, count))
+    return (total / count).to(result_dtype)
 
 
 def _chosen(rule: Rule, inputs: Inputs, mesh: Any) -> list[Name]:

@@ -172,8 +172,8 @@ def _rope(input: Tensor, freqs_cis: Tensor, *offsets: Tensor | None, **options: 
 
 
 def _cross_entropy(input: Tensor, target: Tensor, *, reduction: str, **options: Any) -> Rule:
-    # The divisor of a mean depends on every label, so its rows stay whole.
-    rows: Names = _numbered(target.dim()) if reduction != "mean" else (None,) * target.dim()
+    # Of split rows `dtensor.py` makes the mean: its divisor depends on every label.
+    rows = _numbered(target.dim())
     logits = (*rows[:1], None, *rows[1:]) if input.dim() > 1 else (None,)
     return Rule((logits, rows), (rows if reduction == "none" else (),))
 
@@ -181,7 +181,7 @@ def _cross_entropy(input: Tensor, target: Tensor, *, reduction: str, **options: 
 def _linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, reduction: str, **options: Any
 ) -> Rule:
-    rows: Names = _numbered(target.dim()) if reduction != "mean" else (None,) * target.dim()
+    rows = _numbered(target.dim())
     return Rule(((*rows, None), (None, None), rows), (rows if reduction == "none" else (),))
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import kernel_ladder
 from kernel_ladder.errors import BackendError
@@ -69,6 +70,34 @@ def compare(
         torch.testing.assert_close(
             found, expected, rtol=tolerance, atol=tolerance, msg=lambda m, at=chosen: f"{at}: {m}"
         )
+
+
+def check_means_of_rows(backend: str) -> None:
+    """A mean over rows of which ranks have unequal numbers that count: only scalars move, and gradients are exact."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(0)  # the same on every rank
+    rows, classes = 3 * ranks + 1, 10
+    hidden, weight = torch.randn(rows, 8, dtype=torch.float64), torch.randn(classes, 8, dtype=torch.float64)
+    labels = torch.randint(classes, (rows,))
+    labels[:3] = -100  # of the first rank
+    of_rows = distribute_tensor(labels, mesh, [Shard(0)])
+    more = {"label_smoothing": 0.1, "z_loss": 1e-2, "backend": backend}
+    for op, tensors in (("cross_entropy", (hidden @ weight.T,)), ("linear_cross_entropy", (hidden, weight))):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        placed = [
+            distribute_tensor(x, mesh, [Replicate() if i else Shard(0)]).requires_grad_() for i, x in enumerate(tensors)
+        ]
+        function = getattr(kernel_ladder, op)
+        expected = function(*leaves, labels, **more)
+        with CommDebugMode() as moved:
+            found = function(*placed, of_rows, **more)
+        assert set(moved.get_comm_counts()) == {torch.ops.c10d_functional.all_reduce}, (op, moved.get_comm_counts())
+        torch.testing.assert_close(whole(found), expected)
+        of_leaves, of_placed = torch.autograd.grad(expected, leaves), torch.autograd.grad(found, placed)
+        assert of_placed[0].placements == (Shard(0),)
+        torch.testing.assert_close([whole(x) for x in of_placed], list(of_leaves))
+        assert whole(function(*placed, torch.full_like(of_rows, -100), backend=backend)).isnan()
 
 
 def check_float8(backend: str) -> None:

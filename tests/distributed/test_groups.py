@@ -118,6 +118,7 @@ def test_two_ranks(tmp_path):
     checks = [
         Check("the board of a sweep", boards.check),
         *calls_on_dtensors(),
+        Check("means of rows", sharded.check_means_of_rows, ("torch",)),
         Check("bad placements", sharded.check_errors),
         Check("parts of a sequence", rings.check_parts),
         Check("bad rings, and autocast", rings.check_before_anything_is_sent),
@@ -162,6 +163,7 @@ def test_eight_ranks(tmp_path):
             for op in differentiable_ops()
         ),
         Check("float8", sharded.check_float8, ("torch",)),
+        Check("means of rows", sharded.check_means_of_rows, ("torch",)),
         *in_rings("torch", torch.float64, 1e-10, list(rings.CASES), 48),
         *PACKED,
         Check("products", products.compare, ("torch", torch.float64, 1e-10)),
