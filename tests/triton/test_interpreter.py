@@ -34,6 +34,41 @@ def test_after_a_launch_the_language_is_what_it_was():
 
 
 @triton.jit
+def _round(out_ptr, back_ptr, x_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    rounded = tl.load(x_ptr + at).to(tl.bfloat16)
+    tl.store(out_ptr + at, rounded)
+    tl.store(back_ptr + at, rounded.to(tl.float32))
+
+
+def test_bfloat16_is_rounded_to_the_nearest_ties_to_even():
+    """As by PyTorch and GPUs: normal and subnormal numbers, ties, carries into the exponent, infinity, no numbers."""
+    some = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    ties = (torch.arange(-2048, 2048) * 2**16 + 0x3F008000).to(torch.int32).view(torch.float32)
+    bounds = [
+        0.0,
+        -0.0,
+        float("inf"),
+        -float("inf"),
+        torch.finfo(torch.float32).max,
+        1.9999999,
+        -255.9999,
+        1e-45,
+        1e-39,
+    ]
+    edges = torch.tensor(bounds * 455 + [0.5])
+    for x in (some, some * 1e-39, ties, edges):
+        out, back = torch.empty(4096, dtype=torch.bfloat16), torch.empty(4096)
+        _round[(1,)](out, back, x, BLOCK=4096)
+        assert torch.equal(out.view(torch.int16), x.bfloat16().view(torch.int16))
+        assert torch.equal(back, x.bfloat16().float())
+    nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32).repeat(1024)
+    _round[(1,)](out, back, nans, BLOCK=4096)
+    assert out.isnan().all()
+    assert back.isnan().all()
+
+
+@triton.jit
 def _after(scale, shift, other_scale, other_shift):
     """x · scale + shift, then the other: composing is associative and does not commute."""
     return scale * other_scale, shift * other_scale + other_shift

@@ -38,3 +38,32 @@ def surround_launches() -> None:
             return launch(self, *args, **kwargs)
 
     GridExecutor.__call__ = in_session
+
+
+def round_bfloat16() -> None:
+    """Let the interpreter round float32 to the nearest bfloat16, ties to even, as GPUs do. It cuts the lower bits off.
+
+    An error of a whole unit in the last place, always towards zero, becomes half a unit without a bias.
+    """
+    import numpy
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = getattr(interpreter, "_convert_float", None)
+    if convert is None:  # a version that converts by other means
+        return
+    to_nearest = interpreter._ir.ROUNDING_MODE.RTNE
+
+    @functools.wraps(convert)
+    def rounded(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
+        if input_dtype == tl.bfloat16 and output_dtype == tl.float32:
+            return numpy.asarray(input).view(numpy.uint16).astype(numpy.uint32) << numpy.uint32(16)
+        if input_dtype != tl.float32 or output_dtype != tl.bfloat16 or rounding_mode not in (None, to_nearest):
+            return convert(input, input_dtype, output_dtype, rounding_mode)
+        values = numpy.ascontiguousarray(input, dtype=numpy.float32)
+        bits = values.view(numpy.uint32)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        quiet = (bits >> 16) | 0x40  # of a number that is none, whose carry would make it one
+        return numpy.where(numpy.isnan(values), quiet, nearest).astype(numpy.uint16).reshape(numpy.shape(input))
+
+    interpreter._convert_float = rounded
