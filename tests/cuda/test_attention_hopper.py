@@ -137,6 +137,7 @@ BANDS = {
         (128, 128, torch.bfloat16),
         (128, 128, torch.float16),
         (96, 96, torch.bfloat16),
+        (160, 160, torch.bfloat16),
         (256, 256, torch.bfloat16),
         (40, 72, torch.bfloat16),
         (200, 8, torch.float16),
