@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 import triton
 
-from triton_impl.runtime.interpreter import round_bfloat16, surround_launches
+from triton_impl.runtime.interpreter import mend_bfloat16, surround_launches
 
 #: Read once, as a constant that torch.compile can trace.
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -55,7 +55,7 @@ def _interpret_standard_library() -> None:
 if interpreted():
     _interpret_standard_library()
     surround_launches()
-    round_bfloat16()
+    mend_bfloat16()
 
 
 @triton.jit

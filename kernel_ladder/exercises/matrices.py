@@ -10,9 +10,6 @@ import torch
 from kernel_ladder.exercises.exercise import Exercise, Mistake
 from kernel_ladder.spec import Case
 
-#: Triton's interpreter gets a product of bfloat16 blocks wrong.
-_DTYPES = (torch.float32, torch.float16)
-
 
 def _matrices(case: Case) -> bool:
     return all(shape is not None and len(shape) == 2 for shape in case.shapes)
@@ -115,7 +112,6 @@ EXERCISES = (
         asks=_matrices,
         timed="4096x4096x4096",
         mistakes=_MATMUL_MISTAKES,
-        dtypes=_DTYPES,
     ),
     Exercise(
         "matmul_tiled",
@@ -135,7 +131,6 @@ A group has GROUP_M rows of tiles; inside it, tiles go down a column first.""",
         asks=_matrices,
         timed="4096x4096x4096",
         mistakes=_MATMUL_MISTAKES,
-        dtypes=_DTYPES,
     ),
     Exercise(
         "flash_attention",
@@ -172,6 +167,5 @@ output = O / s""",
             Mistake("`row_sum` is not rescaled when the maximum grows.", _wrong_attention(sum_kept=True)),
             Mistake("The division by the sum is missing.", _wrong_attention(undivided=True)),
         ),
-        dtypes=_DTYPES,
     ),
 )

@@ -69,6 +69,21 @@ def test_bfloat16_is_rounded_to_the_nearest_ties_to_even():
 
 
 @triton.jit
+def _multiply(out_ptr, x_ptr, y_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out_ptr + at, tl.dot(tl.load(x_ptr + at), tl.load(y_ptr + at)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_of_blocks(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(32, 32, generator=generator).to(dtype) for _ in range(2))
+    out = torch.empty(32, 32)
+    _multiply[(1,)](out, x, y, SIZE=32)
+    torch.testing.assert_close(out, x.float() @ y.float())
+
+
+@triton.jit
 def _after(scale, shift, other_scale, other_shift):
     """x · scale + shift, then the other: composing is associative and does not commute."""
     return scale * other_scale, shift * other_scale + other_shift

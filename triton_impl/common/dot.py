@@ -15,7 +15,7 @@ _LARGEST_FLOAT8 = tl.constexpr(448.0)
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr = "ieee"):
-    """``acc + a @ b``, accumulated in float32. The interpreter gets bfloat16 wrong: there operands are float32.
+    """``acc + a @ b``, accumulated in float32. In the interpreter operands are float32, which hold them exactly.
 
     Hopper's tensor cores keep about 14 bits of a sum of float8 products. So it goes to `acc` after every 128 of them,
     for which their tile must have at least 128 columns.

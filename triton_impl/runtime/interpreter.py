@@ -40,10 +40,11 @@ def surround_launches() -> None:
     GridExecutor.__call__ = in_session
 
 
-def round_bfloat16() -> None:
-    """Let the interpreter round float32 to the nearest bfloat16, ties to even, as GPUs do. It cuts the lower bits off.
+def mend_bfloat16() -> None:
+    """Let the interpreter compute bfloat16 as GPUs do.
 
-    An error of a whole unit in the last place, always towards zero, becomes half a unit without a bias.
+    It cuts the lower bits of float32 off: an error of up to a unit in the last place, always towards zero. Here it
+    rounds to the nearest, ties to even. And it multiplies blocks by their bits, as integers; here by their numbers.
     """
     import numpy
     import triton.language as tl
@@ -67,3 +68,12 @@ def round_bfloat16() -> None:
         return numpy.where(numpy.isnan(values), quiet, nearest).astype(numpy.uint16).reshape(numpy.shape(input))
 
     interpreter._convert_float = rounded
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    @functools.wraps(multiply)
+    def of_numbers(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return multiply(self, a, b, *more)
+
+    interpreter.InterpreterBuilder.create_dot = of_numbers
