@@ -60,6 +60,8 @@ PICTURE = re.compile(r"\]\((?:\.\./)+bench/results/pictures/([\w.-]+\.svg)\)")
 #: Pages of the site that stand at the top of the repository, for its readers.
 OUTSIDE = {"results.md": "RESULTS.md", "log.md": "KERNEL_LOG.md"}
 LINK = re.compile(r"(`)?docs/([\w/-]+\.md)(?(1)`)")
+CODE = re.compile(r"<pre.*?</pre>", re.DOTALL)
+RAW_TABLE = re.compile(r"^.*\n\|[-:| ]+\|$", re.MULTILINE)
 PICTURES = ROOT / "bench" / "results" / "pictures"
 LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}
 
@@ -68,6 +70,7 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
     """Pages from the top of the repository join the site, and committed pictures where a page shows them."""
     for place, name in OUTSIDE.items():
         text = (ROOT / name).read_text().replace("](bench/results/", "](../bench/results/").replace("](docs/", "](")
+        text = text.replace("<details>", '<details markdown="1">')  # else what they fold stays Markdown
         files.append(File.generated(config, place, content=LINK.sub(r"[\2](\2)", text)))
     for page in [file for file in files if file.src_uri.endswith(".md")]:
         for name in PICTURE.findall(page.content_string):
@@ -96,6 +99,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             raise PluginError(f"{page.file.src_path}: {match[0]}: {error}") from None
 
     return DIRECTIVE.sub(replaced, markdown)
+
+
+def on_page_content(content: str, page: Any, **_: Any) -> str:
+    """No table stays Markdown, as one would inside an element of HTML that does not say ``markdown="1"``."""
+    if found := RAW_TABLE.search(CODE.sub("", content)):
+        raise PluginError(f"{page.file.src_path}: a table is not rendered: {found[0][:80]}")
+    return content
 
 
 def on_post_page(output: str, **_: Any) -> str:

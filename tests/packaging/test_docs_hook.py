@@ -140,3 +140,43 @@ def test_a_marker_of_what_is_not_there_ends_the_build_and_is_named(hook, marker)
     with pytest.raises(hook.PluginError) as raised:
         hook.on_page_markdown(f"text {marker} text", PAGE)
     assert str(raised.value).startswith(f"lessons/7-compile.md: {marker}: ")
+
+
+def test_a_table_that_stays_markdown_ends_the_build(hook):
+    raw = "<details>\n| a | b |\n|---|---:|\n| 1 | 2 |\n</details>"
+    with pytest.raises(hook.PluginError, match=re.escape("7-compile.md: a table is not rendered: | a | b |")):
+        hook.on_page_content(raw, PAGE)
+    code = f"<p>As written:</p>\n<pre><code>{raw}</code></pre>"
+    assert hook.on_page_content(code, PAGE) == code
+
+
+def test_what_folds_at_the_top_of_the_repository_is_rendered_in_the_site(hook):
+    """GitHub renders Markdown inside ``<details>``, the site does where the element says so."""
+    results = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    files: list[SimpleNamespace] = []
+    made = SimpleNamespace(generated=lambda config, place, **more: SimpleNamespace(src_uri=place, **more))
+    hook.File, before = made, hook.File
+    try:
+        hook.on_files(_Files(files), None)
+    finally:
+        hook.File = before
+    (page,) = [file for file in files if file.src_uri == "results.md"]
+    assert page.content.count('<details markdown="1">') == results.count("<details>") > 15
+    assert "<details>" not in page.content
+
+
+class _Files(list):
+    """Pages, of which these have their text in ``content``."""
+
+    def __init__(self, kept: list) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def append(self, file: SimpleNamespace) -> None:
+        file.content_string = getattr(file, "content", "")
+        self.kept.append(file)
+        super().append(file)
+
+    @property
+    def src_uris(self) -> list[str]:
+        return [file.src_uri for file in self]
