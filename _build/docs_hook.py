@@ -69,15 +69,19 @@ LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}
 def on_files(files: Any, config: Any, **_: Any) -> Any:
     """Pages from the top of the repository join the site, and committed pictures where a page shows them."""
     for place, name in OUTSIDE.items():
-        text = (ROOT / name).read_text().replace("](bench/results/", "](../bench/results/").replace("](docs/", "](")
-        text = text.replace("<details>", '<details markdown="1">')  # else what they fold stays Markdown
-        files.append(File.generated(config, place, content=LINK.sub(r"[\2](\2)", text)))
+        files.append(File.generated(config, place, content=from_the_top(name)))
     for page in [file for file in files if file.src_uri.endswith(".md")]:
         for name in PICTURE.findall(page.content_string):
             place = f"assets/pictures/{name}"
             if place not in files.src_uris:
                 files.append(File.generated(config, place, abs_src_path=str(PICTURES / name)))
     return files
+
+
+def from_the_top(name: str) -> str:
+    """A page of the top of the repository, with the site's links. What it folds would stay Markdown without a mark."""
+    text = (ROOT / name).read_text().replace("](bench/results/", "](../bench/results/").replace("](docs/", "](")
+    return LINK.sub(r"[\2](\2)", text).replace("<details>", '<details markdown="1">')
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

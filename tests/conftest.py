@@ -79,8 +79,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--random-calls",
         type=int,
         metavar="N",
-        help="draw N random calls of attention and of packed sequences, a tenth of them for Triton, and N of matmul "
-        "on a GPU (default: hundreds, thousands)",
+        help="draw N random calls of attention and of packed sequences, a tenth of them for Triton, N of each other "
+        "operation, and N of matmul on a GPU (default: hundreds, a few, thousands)",
     )
     resume.add_option(parser)
 

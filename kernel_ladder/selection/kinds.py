@@ -24,7 +24,7 @@ KindOf = Callable[[Inputs, Options, bool], Kind]
 
 #: Tensors that begin at multiples of so many elements begin on 16 bytes. A mask: ``&`` is quicker than ``%``.
 BEGIN = 7
-FLOAT32 = torch.float32
+FLOAT32 = torch.float32  # a module's global, because calls of products read it
 
 
 # Every call runs one of these functions. Each spells its attributes out, because a helper or a loop takes longer.

@@ -16,7 +16,7 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.spec import Case, Output, as_tuple, each
+from kernel_ladder.spec import Case, Output, as_leaves, as_tuple
 from kernel_ladder.testing.agreement import agreement, standards
 from kernel_ladder.testing.deviation import Deviation
 from kernel_ladder.testing.samples import make_grad, make_inputs
@@ -213,7 +213,7 @@ def check(op: str, call: Call, level: str) -> int:
         grad = torch.ones_like(grad)
     grads = tuple(layout.of(x) for x, layout in zip(as_tuple(grad), call.of_grad, strict=True))
     grad = grads if isinstance(grad, tuple) else grads[0]
-    leaves = each(lambda x: x.detach().requires_grad_(x.is_floating_point()), inputs)
+    leaves = as_leaves(inputs)
     takers = [v.name for v in table.variants(op, level) if v.unsupported(*leaves, **case.options) is None]
     if not takers:
         return 0

@@ -153,30 +153,6 @@ def test_a_table_that_stays_markdown_ends_the_build(hook):
 def test_what_folds_at_the_top_of_the_repository_is_rendered_in_the_site(hook):
     """GitHub renders Markdown inside ``<details>``, the site does where the element says so."""
     results = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
-    files: list[SimpleNamespace] = []
-    made = SimpleNamespace(generated=lambda config, place, **more: SimpleNamespace(src_uri=place, **more))
-    hook.File, before = made, hook.File
-    try:
-        hook.on_files(_Files(files), None)
-    finally:
-        hook.File = before
-    (page,) = [file for file in files if file.src_uri == "results.md"]
-    assert page.content.count('<details markdown="1">') == results.count("<details>") > 15
-    assert "<details>" not in page.content
-
-
-class _Files(list):
-    """Pages, of which these have their text in ``content``."""
-
-    def __init__(self, kept: list) -> None:
-        super().__init__()
-        self.kept = kept
-
-    def append(self, file: SimpleNamespace) -> None:
-        file.content_string = getattr(file, "content", "")
-        self.kept.append(file)
-        super().append(file)
-
-    @property
-    def src_uris(self) -> list[str]:
-        return [file.src_uri for file in self]
+    page = hook.from_the_top("RESULTS.md")
+    assert page.count('<details markdown="1">') == results.count("<details>") > 15
+    assert "<details>" not in page
