@@ -130,7 +130,7 @@ def _memory(x: torch.Tensor) -> int:
 
 
 def _same_view(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return (
+    return bool(
         x.dtype == y.dtype
         and x.shape == y.shape
         and x.stride() == y.stride()
