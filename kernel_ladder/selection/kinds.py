@@ -41,14 +41,22 @@ def _row(name: str | None = None) -> KindOf:
     return kind
 
 
+def _sum(inputs: Inputs, options: Options, gradient: bool) -> Kind:
+    """Two tensors that are broadcast to each other."""
+    x: Any = inputs[0]
+    other: Any = inputs[1]
+    layouts = x.stride(), other.stride()
+    begin = (x.storage_offset() | other.storage_offset()) & BEGIN
+    return x.shape, other.shape, layouts, begin, x.dtype, gradient
+
+
 def _two_rows(inputs: Inputs, options: Options, gradient: bool) -> Kind:
-    """Two tensors, and the dtype of the weight that may follow them."""
+    """Two tensors of one shape, and the dtype of the weight that may follow them."""
     x: Any = inputs[0]
     other: Any = inputs[1]
     weight: Any = inputs[2] if len(inputs) > 2 else None
-    layouts = x.stride(), other.stride()
     begin = (x.storage_offset() | other.storage_offset()) & BEGIN
-    return x.shape, other.shape, layouts, begin, x.dtype, weight is None or weight.dtype, gradient
+    return x.shape, x.stride(), other.stride(), begin, x.dtype, weight is None or weight.dtype, gradient
 
 
 def _bias(inputs: Inputs, options: Options, gradient: bool) -> Kind:
@@ -177,7 +185,7 @@ KINDS: dict[str, KindOf] = {
     "attention": _attention,
     "attention_varlen": _packed,
     "attention_paged": _packed,
-    "add": _two_rows,
+    "add": _sum,
     "sum": _row("dim"),
     "layer_norm": _norm,
     "rms_norm": _norm,
