@@ -42,7 +42,7 @@ __device__ inline Angles angles_of(const Rope& rope, const float* table, int64_t
 }
 
 __device__ inline Angles angles_of(const RopeOfSequences& rope, const float* table, int64_t row, int pair = 0) {
-    const int64_t first = rope.offset + __ldg(rope.offsets + row / rope.sequence_rows);
+    const int64_t first = rope.offset + rope.offsets[row / rope.sequence_rows];
     const int64_t position = first + row % rope.positions;
     const bool known = position >= 0 && position < rope.table_rows;
     const int64_t at = known ? position : 0;  // where there are rows, the table has one
@@ -98,7 +98,7 @@ template <int COUNT>
 __device__ inline void load_angles(Angles angles, int pair, float (&cosine)[COUNT], float (&sine)[COUNT], float sign) {
 #pragma unroll
     for (int e = 0; e < COUNT; e += 2) {
-        const float4 both = __ldg(reinterpret_cast<const float4*>(angles.at + 2 * pair) + e / 2);
+        const float4 both = reinterpret_cast<const float4*>(angles.at + 2 * pair)[e / 2];
         cosine[e] = both.x, sine[e] = sign * both.y;
         cosine[e + 1] = both.z, sine[e + 1] = sign * both.w;
     }

@@ -29,6 +29,7 @@ from triton_impl.matmul.product import Write, product
 from triton_impl.matmul.tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, kind_of, rasterize
 from triton_impl.matmul.tma_tiles import activate
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
+from triton_impl.runtime.descriptor_launch import ALIGNMENT_BYTES
 from triton_impl.runtime.launch_cache import Launch, LaunchCache
 from triton_impl.sum.two_stage import summed
 
@@ -84,7 +85,9 @@ def _run(
         return output, torch.empty_like(output) if keep else output
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     step = None if bias is None else bias.stride()
-    operands = (input.shape, input.stride(), weight.shape, weight.stride(), step, input.dtype, tf32, input.device)
+    begin = input.data_ptr() % ALIGNMENT_BYTES, weight.data_ptr() % ALIGNMENT_BYTES  # decides who must be copied
+    layouts = input.shape, input.stride(), weight.shape, weight.stride(), begin, step
+    operands = (*layouts, input.dtype, tf32, input.device)
     known = _launches.get((operands, asked))
     if known is None:
         outputs, launch = _first(input, weight, bias, *asked)

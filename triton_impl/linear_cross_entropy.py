@@ -36,6 +36,7 @@ from triton_impl.matmul.descriptors import DescriptorProduct, tma_unsupported
 from triton_impl.matmul.tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, kind_of, rasterize
 from triton_impl.matmul.tma_tiles import IEEE, load_tile, tile_origin
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
+from triton_impl.runtime.descriptor_launch import ALIGNMENT_BYTES
 from triton_impl.runtime.launch_cache import CachedKernel, Launch, LaunchCache
 
 #: Chunks that the rows are cut into at most, the least rows of one, and what divides those. Fewer rows give the input's
@@ -160,7 +161,8 @@ def multiply(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, add: bool = F
             c.zero_()
         return
     tf32 = a.dtype == torch.float32 and tf32_allowed()
-    key = (add, c.stride(), a.shape, a.stride(), b.shape, b.stride(), a.dtype, c.dtype, tf32, c.device)
+    begin = a.data_ptr() % ALIGNMENT_BYTES, b.data_ptr() % ALIGNMENT_BYTES  # of which descriptors ask
+    key = (add, c.stride(), a.shape, a.stride(), b.shape, b.stride(), begin, a.dtype, c.dtype, tf32, c.device)
     launch = _launches.get(key)
     if launch is None:
         described = tma_unsupported(a, b) is None

@@ -33,8 +33,8 @@ inline int64_t key_tiles(const Packed& packed, const Attention& all) {
     return packed_tiles<ROWS>(all.S_k, packed.sequences);
 }
 
-/// Sequences of several heads whose tiles blocks draw by turns have as many tiles as this, over the head dimension. Their
-/// queries, gradients and sums take 16 MiB of the L2 cache.
+/// Blocks draw tiles of several heads by turns: of as many heads as have so many key tiles together, times the head
+/// dimension. Their queries, output gradients and sums of dQ then take about 16 MiB of the L2 cache.
 constexpr unsigned INTERLEAVED = 128 * 128;
 
 /// Where the `index`-th tile that blocks draw lies: of which head, of all batches, and which of the head's tiles.

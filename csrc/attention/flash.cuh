@@ -133,7 +133,7 @@ __device__ __forceinline__ void softmax_update(Squares<M, N>& scores, Fragments<
 #pragma unroll
                     for (int e = 0; e < 2; ++e) scores.x[m][j][2 * h + e] = x[e];
                 } else {
-                    weights.x[j / 2][m][j % 2 * 2 + h] = pack(x[0], x[1], T{});
+                    weights.x[j / 2][m][j % 2 * 2 + h] = pack_pair<T>(x[0], x[1]);
                 }
             }
             rows.sum[m][h] = fmaf(rows.sum[m][h], rescale, sum[0] + sum[1]);

@@ -167,8 +167,7 @@ template <typename S>
 struct AttentionSmem {
     uint32_t q;
 
-    __device__ explicit AttentionSmem(const void* shared)
-        : q((shared_address(shared) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM) {}
+    __device__ explicit AttentionSmem(const void* shared) : q(align_to_swizzle(shared)) {}
     __device__ uint32_t key(int i) const { return q + S::Q_BYTES + stage_of(i) * S::K_BYTES; }
     __device__ uint32_t value(int i) const { return q + S::Q_BYTES + STAGES * S::K_BYTES + stage_of(i) * S::V_BYTES; }
     __device__ uint32_t query_full() const { return barrier(0); }
@@ -419,7 +418,7 @@ __device__ inline void round_weights(uint32_t (&weights)[KEYS / 16][4], const fl
 #pragma unroll
     for (int i = 0; i < KEYS / 16; ++i) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) weights[i][r] = pack(scores[8 * i + 2 * r], scores[8 * i + 2 * r + 1], T{});
+        for (int r = 0; r < 4; ++r) weights[i][r] = pack_pair<T>(scores[8 * i + 2 * r], scores[8 * i + 2 * r + 1]);
     }
 }
 
@@ -446,7 +445,7 @@ __device__ inline void store_results(T* first_output, int64_t stride, float* fir
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* pair = output + 4 * (j + i) + 2 * h;
-                x[i] = pack(pair[0] * inverse, pair[1] * inverse, T{});
+                x[i] = pack_pair<T>(pair[0] * inverse, pair[1] * inverse);
             }
             transpose_quad(x);
             const int column = 8 * (j + lane);

@@ -9,11 +9,12 @@
 //
 // A block has 16 rows: new tokens of all heads that share one head of keys, so that a page is read once for them. The warps
 // of a block take the tiles of its split round-robin. Each warp has a pipeline of its own in shared memory and meets no
-// block-wide barrier. At the end the block merges the softmaxes of its warps. The grid has splits for the longest sequence that the table
-// can hold; blocks past the end of theirs exit. The second kernel adds the splits in order, so results repeat.
+// block-wide barrier. At the end the block merges the softmaxes of its warps. The grid has splits for the longest sequence
+// that the table can hold; blocks past the end of theirs exit. The second kernel adds the splits in order, so results repeat.
 //
-// How many splits a sequence has follows from its length and from the most that the host allows. With `batch_invariant`
-// that is a constant, else it follows from the batch and the number of SMs.
+// How many splits a sequence has follows from its length and from the most that the host allows. That follows from the
+// batch and the number of SMs. With `batch_invariant` it is a constant, PAGED_INVARIANT_SPLITS, or fewer in a table too
+// short for so many: then each split has PAGED_MIN_SPLIT keys, in any batch.
 
 #include "attention/pages.cuh"
 #include "core/pdl.cuh"

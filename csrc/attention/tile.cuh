@@ -18,8 +18,6 @@
 
 namespace kl {
 
-constexpr float LN2 = 0.693147180559945f;
-
 /// Tile shape by head dimension, padded on chip. Each warp has BLOCK / WARPS rows of the resident tile; tiles of the other
 /// operands stream past.
 template <int HEAD_DIM_, int BLOCK_, int STREAM_, int WARPS_, int COLUMNS_ = HEAD_DIM_>
@@ -53,16 +51,6 @@ void dispatch_16bit(ScalarType dtype, const char* op, F&& f) {
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-
-/// Rounds two floats to a pair of 16-bit values in one register.
-__device__ inline uint32_t pack(float low, float high, half) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
-__device__ inline uint32_t pack(float low, float high, bfloat16) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
 
 /// Hides the origin of an address from the compiler, so that derived addresses are recomputed instead of kept in registers.
 __device__ inline void recompute(uint32_t& address) { asm volatile("" : "+r"(address)); }
@@ -277,7 +265,7 @@ __device__ Fragments<M, K> round_squares(const Squares<M, K>& a) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* pair = &a.x[m][k + i / 2][i % 2 * 2];
-                f.x[k / 2][m][i] = pack(pair[0], pair[1], T{});
+                f.x[k / 2][m][i] = pack_pair<T>(pair[0], pair[1]);
             }
         }
     }
@@ -381,7 +369,7 @@ __device__ void store_squares(const Squares<M, N>& c, T* out, int64_t row_stride
                 const int column = lane_column(n);
                 const float x0 = c.x[m][n][2 * h] * f, x1 = c.x[m][n][2 * h + 1] * f;
                 if (column + 1 < columns_left && pairs) {
-                    *reinterpret_cast<uint32_t*>(p + column) = pack(x0, x1, T{});
+                    *reinterpret_cast<uint32_t*>(p + column) = pack_pair<T>(x0, x1);
                 } else {
                     if (column < columns_left) p[column] = from_float<T>(x0);
                     if (column + 1 < columns_left) p[column + 1] = from_float<T>(x1);

@@ -77,8 +77,7 @@ template <typename S>
 struct SpecializedSmem {
     uint32_t key;
 
-    __device__ explicit SpecializedSmem(const void* shared)
-        : key((shared_address(shared) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM) {}
+    __device__ explicit SpecializedSmem(const void* shared) : key(align_to_swizzle(shared)) {}
     __device__ uint32_t value() const { return key + S::K_BYTES; }
     __device__ uint32_t query(int stage) const { return key + 2 * S::K_BYTES + stage * 2 * S::Q_BYTES; }
     __device__ uint32_t grad(int stage) const { return query(stage) + S::Q_BYTES; }

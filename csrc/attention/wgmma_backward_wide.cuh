@@ -16,16 +16,6 @@
 
 namespace kl {
 
-/// A block keeps two tiles of 64 rows, and two stages of two streamed ones with their statistics. Of two tiles, one has the
-/// head dimension of queries and keys, the other that of dO and values.
-template <int HEAD_DIM_, int VALUE_DIM_>
-struct BackwardTile {
-    static constexpr int HEAD_DIM = HEAD_DIM_, VALUE_DIM = VALUE_DIM_, ROWS = 64;
-    static constexpr int PANELS = HEAD_DIM / PANEL, VALUE_PANELS = VALUE_DIM / PANEL, PANEL_BYTES = ROWS * SWIZZLE_ROW;
-    static constexpr int TILE_BYTES = PANELS * PANEL_BYTES, PAIR_BYTES = TILE_BYTES + VALUE_PANELS * PANEL_BYTES;
-    static constexpr int ALL_BYTES = (1 + STAGES) * PAIR_BYTES;
-};
-
 /// Head dimensions above 128: one loading warpgroup and two that compute, one block an SM.
 template <int HEAD_DIM_, int VALUE_DIM_>
 struct WideBackward : BackwardTile<HEAD_DIM_, VALUE_DIM_> {
@@ -45,31 +35,6 @@ using Backward192 = WideBackward<192, 192>;
 using Backward256 = WideBackward<256, 256>;
 
 #if KL_SM90A
-
-/// Where the tiles of a block lie in shared memory.
-template <typename S>
-struct BackwardTiles {
-    uint32_t resident;
-
-    __device__ explicit BackwardTiles(const void* shared)
-        : resident((shared_address(shared) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM) {}
-    __device__ uint32_t resident_other() const { return resident + S::TILE_BYTES; }
-    __device__ uint32_t streamed(int stage) const { return resident + (1 + stage) * S::PAIR_BYTES; }
-    __device__ uint32_t streamed_other(int stage) const { return streamed(stage) + S::TILE_BYTES; }
-    __device__ uint32_t tiles_end() const { return resident + S::ALL_BYTES; }
-
-    /// One thread loads two tiles; `barrier` is full when they have landed, and `more` bytes that the caller requests.
-    __device__ void load(uint32_t shared, uint32_t barrier, const CUtensorMap& map, const CUtensorMap& other, int row,
-                         int head, int batch, int more) const {
-        mbarrier_arrive_expect_tx(barrier, S::PAIR_BYTES + more);
-#pragma unroll
-        for (int p = 0; p < S::PANELS; ++p) {
-            const uint32_t panel = shared + p * S::PANEL_BYTES;
-            tma_load(panel, map, barrier, p * PANEL, row, head, batch);
-            if (p < S::VALUE_PANELS) tma_load(panel + S::TILE_BYTES, other, barrier, p * PANEL, row, head, batch);
-        }
-    }
-};
 
 /// Barriers: who arrives, and how often in a phase.
 ///   resident_full   the loading thread, with the bytes of the two tiles that stay

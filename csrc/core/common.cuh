@@ -163,6 +163,18 @@ __device__ inline bfloat16 from_float<bfloat16>(float x) {
     return __float2bfloat16_rn(x);
 }
 
+/// Rounds two floats to a pair of 16-bit values in one register.
+template <typename T>
+__device__ inline uint32_t pack_pair(float low, float high) {
+    if constexpr (std::is_same_v<T, bfloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+        return reinterpret_cast<const uint32_t&>(pair);
+    } else {
+        const __half2 pair = __floats2half2_rn(low, high);
+        return reinterpret_cast<const uint32_t&>(pair);
+    }
+}
+
 /// The elements of one 16-byte load or store.
 template <typename T>
 struct alignas(16) Vec {

@@ -20,8 +20,8 @@ __device__ inline void griddepcontrol_launch_dependents() {
 }
 
 /// Waits until the kernel before has ended and its writes are visible. Every thread of a kernel launched with PDL must
-/// call it before it touches memory. The next kernel in the stream waits for this one only. Such a kernel must not use
-/// ld.global.nc: its operands may be written while it waits.
+/// call it before it touches memory; matmul's `split_k` says why it may not. The next kernel in the stream waits for this
+/// one only. Such a kernel must not use ld.global.nc: its operands may be written while it waits.
 __device__ inline void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(float8_persistent::BLOCK_THREADS, 1)
             }
         }
         __syncwarp();
-        cluster_leave();
+        cluster_sync_relaxed();
     } else {
         registers_increase<Loader::CONSUMER_REGISTERS>();
         const int half = group - 1;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(float8_persistent::BLOCK_THREADS, 1)
         }
         tma_store_wait_read<0>();
         __syncwarp();
-        cluster_leave();  // shared memory stays until the other block writes and arrives no more
+        cluster_sync_relaxed();  // shared memory stays until the other block writes and arrives no more
     }
 #endif
 }

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(cluster::BLOCK_THREADS, 1)
     const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
     PipelineState<STAGES> at;
     if (group == 0) {
-        registers_decrease<40>();
+        registers_decrease<PRODUCER_REGISTERS>();
         if (warp == 0 && elect_one()) {
             for (int i = 0; i < k_tiles; ++i, at.advance()) {
                 const uint32_t stage = tiles + at.stage * STAGE_BYTES, barrier = full + at.stage * 8;
@@ -48,9 +48,9 @@ __global__ void __launch_bounds__(cluster::BLOCK_THREADS, 1)
             }
         }
         __syncwarp();
-        cluster_leave();
+        cluster_sync_relaxed();
     } else {
-        registers_increase<232>();
+        registers_increase<CONSUMER_REGISTERS>();
         const int half = group - 1;
         float sum[BN / 2];
         int before = 0;

@@ -17,6 +17,9 @@ namespace kl {
 // A tile's 128 bytes of k are four instructions. An operand's tile is panels of 64 rows of 128 bytes (sm90.cuh), each
 // loaded by one TMA instruction. A panel is 64 of x by 128 bytes of k in either orientation (x = m or n).
 constexpr int STEPS = 4;
+/// setmaxnreg: the registers of a thread of the producers' warpgroup, and of the two of consumers. 384 threads start with
+/// 168 each, 64,512 in all, and 40 · 128 + 232 · 256 are as many.
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int PANEL_X = 64;
 constexpr int PANEL_BYTES = 64 * SWIZZLE_ROW;
 template <typename T>
@@ -183,7 +186,7 @@ void launch_hopper(void (*kernel)(Parameters...), const char* name, const Hopper
 // Dynamic shared memory from the first multiple of 1024 bytes on, as panels need it. Launches ask for 1024 bytes more.
 __device__ inline uint32_t aligned_shared() {
     extern __shared__ unsigned char shared_bytes[];
-    return (shared_address(shared_bytes) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM;
+    return align_to_swizzle(shared_bytes);
 }
 
 // WIDTH of x, from x on, by 128 bytes of k; no more than `panels` panels.
@@ -246,18 +249,6 @@ __device__ inline void multiply_stage(float (&d)[BN / 2], uint32_t a, uint32_t b
         }
     }
     wgmma_commit();
-}
-
-// Two sums as two neighbouring outputs of 16 bits.
-template <typename T>
-__device__ inline uint32_t pack_pair(float first, float second) {
-    if constexpr (std::is_same_v<T, bfloat16>) {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-        return reinterpret_cast<const uint32_t&>(pair);
-    } else {
-        const half2 pair = __floats2half2_rn(first, second);
-        return reinterpret_cast<const uint32_t&>(pair);
-    }
 }
 
 // Four sums: two neighbouring outputs of row m from column n on, and two of row m + 8.

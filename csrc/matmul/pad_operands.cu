@@ -239,6 +239,7 @@ std::optional<Tensor> transpose_small_a(HopperCall* call, ScalarType dtype, cons
         using T = decltype(zero);
         if constexpr (sizeof(T) == 2) {  // else A lies along k
             const unsigned int blocks = grid_size(ceil_div(ceil_div(p.K, 8) * p.M, THREADS));
+            // Not by launch_pdl: `split_k`, which is, loads B without waiting.
             matmul_split_k_transpose_kernel<<<blocks, THREADS, 0, on.stream>>>(
                 static_cast<T*>(memory.data_ptr()), static_cast<const T*>(call->a_data), static_cast<int>(p.M),
                 static_cast<int>(p.K), p.a_k, step);

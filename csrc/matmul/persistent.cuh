@@ -57,7 +57,7 @@ __device__ inline void multiply_tiles(const OutputTarget<typename Loader::Elemen
             }
         }
         __syncwarp();
-        if constexpr (Loader::BLOCKS > 1) cluster_leave();
+        if constexpr (Loader::BLOCKS > 1) cluster_sync_relaxed();
     } else {
         registers_increase<Loader::CONSUMER_REGISTERS>();
         const int half = group - Loader::WARPGROUPS;
@@ -107,7 +107,7 @@ __device__ inline void multiply_tiles(const OutputTarget<typename Loader::Elemen
         tma_store_wait_read<0>();
         __syncwarp();
         if constexpr (Loader::BLOCKS > 1)
-            cluster_leave();  // shared memory must live until the other block is done with it
+            cluster_sync_relaxed();  // shared memory must live until the other block is done with it
     }
 #endif
 }

@@ -86,7 +86,7 @@ __device__ void reduce_and_store(const float (&sum)[Tile::BN / 2], T* c, const T
     };
     if (thread == 0) mbarrier_arrive_expect_tx(sums, units * (splits - 1) * Tile::UNIT_BYTES);
     __syncwarp();
-    cluster_leave();  // every block has read its last stage
+    cluster_sync_relaxed();  // every block has read its last stage
 #pragma unroll
     for (int unit = 0; unit < Tile::UNITS; ++unit) {
         const int to = unit & (splits - 1);
@@ -141,12 +141,12 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
     const int all = static_cast<int>(ceil_div(p.K, BLOCK_K<T>)), part = Tile::PAIR ? 0 : rank;
     const int begin = all * part >> log_splits, end = all * (part + 1) >> log_splits;
     __syncthreads();
-    if constexpr (Tile::PAIR) cluster_leave();  // neither block writes into the other before its barriers are there
+    if constexpr (Tile::PAIR) cluster_sync_relaxed();  // neither writes into the other before its barriers are there
 
     const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
     PipelineState<STAGES> at;
     if (group == 0) {
-        if constexpr (CONSUMERS > 1) registers_decrease<40>();
+        if constexpr (CONSUMERS > 1) registers_decrease<PRODUCER_REGISTERS>();
         // One producer warp per operand: with small tiles a single warp would issue a stage's loads more slowly than
         // the bytes arrive.
         const auto bring = [&](auto major, auto width, const CUtensorMap& map, uint32_t to, int x, int size, int step,
@@ -170,13 +170,15 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         if (warp == 0 && elect_one()) {
             bring(MajorOf<B>{}, Width<BN>{}, from.b, tiles + A_BYTES, n0, p.N, p.b_step, scheduler.b_panel);
         } else if (warp == 1 && elect_one()) {
-            griddepcontrol_wait();  // where A is a copy (PDL); nothing is stored before A arrives
+            // Where A is a copy (PDL). B was there before the copy began, which does not use PDL itself, and nothing is
+            // stored before A arrives: so no other thread waits.
+            griddepcontrol_wait();
             bring(MajorOf<A>{}, Width<BM>{}, from.a, tiles, m0, p.M, p.a_step, scheduler.a_panel);
         }
         __syncwarp();
-        if (Tile::PAIR || splits > 1) cluster_leave();
+        if (Tile::PAIR || splits > 1) cluster_sync_relaxed();
     } else {
-        if constexpr (CONSUMERS > 1) registers_increase<232>();
+        if constexpr (CONSUMERS > 1) registers_increase<CONSUMER_REGISTERS>();
         const int half = group - 1, lane = threadIdx.x % WARP;
         float sum[BN / 2];
         int before = 0;

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(warp_specialized::BLOCK_THREADS, 1)
     const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
     PipelineState<STAGES> at;
     if (group == 0) {
-        registers_decrease<40>();
+        registers_decrease<PRODUCER_REGISTERS>();
         if (warp == 0 && elect_one()) {
             for (int i = 0; i < k_tiles; ++i, at.advance()) {
                 const uint32_t stage = tiles + at.stage * STAGE_BYTES, barrier = full + at.stage * 8;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(warp_specialized::BLOCK_THREADS, 1)
             }
         }
     } else {
-        registers_increase<232>();
+        registers_increase<CONSUMER_REGISTERS>();
         const int half = group - 1;  // of the tile's rows
         float sum[BN / 2];
         int before = 0;

@@ -41,8 +41,8 @@ struct PersistentBackwardReduceSmem {
     template <typename Op>
     __device__ void reduce_arrive(int iteration, const V& value, Op op) {
         constexpr int LANES = WARP / ROWS;
-        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, box = iteration % ITERATIONS;
-        const uint32_t full = shared_address(&filled[iteration % 2]), arrives = shared_address(&arrived[box]);
+        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, buffer = iteration % ITERATIONS;
+        const uint32_t full = shared_address(&filled[iteration % 2]), arrives = shared_address(&arrived[buffer]);
         if (lane % LANES == 0) {
             of_warps[iteration % 2][lane / LANES][warp] = value;
             mbarrier_arrive(full);
@@ -53,7 +53,7 @@ struct PersistentBackwardReduceSmem {
         mbarrier_wait(full, iteration / 2 % 2);
         const V of_block = over_lanes(of_warps[iteration % 2][warp][lane % WARPS], op, WARPS);
         if (lane < blocks)
-            cluster::send(shared_address(&of_blocks[box][warp][cluster_rank()]), of_block, arrives, lane);
+            cluster::send(shared_address(&of_blocks[buffer][warp][cluster_rank()]), of_block, arrives, lane);
     }
 
     // Waits for the partials of all blocks.

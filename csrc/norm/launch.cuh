@@ -117,7 +117,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad, const std::
     check_parameter(weight, input, NAME, "weight");
     const Launch launch(input);
     const RowLayout layout(input, -1, NAME);
-    KL_CHECK(stats.scalar_type() == ScalarType::Float && stats.is_contiguous() &&
+    KL_CHECK(stats.is_cuda() && stats.get_device_index() == input.get_device_index() &&
+                 stats.scalar_type() == ScalarType::Float && stats.is_contiguous() &&
                  stats.numel() == layout.count * STATS<Op::IS_LAYERNORM>,
              NAME, ": argument `stats` must be what the forward pass gave");
     const ScalarType dtype = input.scalar_type();

@@ -282,8 +282,8 @@ __device__ void norm_smem_pipeline_of(const ShortNorm<T>& p, const PipelineParti
                                       Make&& make) {
     constexpr int E = Vec<T>::size, ROWS = SHAPE::ROWS, V = SHAPE::VECTORS;
     extern __shared__ __align__(STAGE_ALIGNMENT) uint4 in_shared[];
-    __shared__ PipelineReduceSmem<IS_LAYERNORM, SHAPE, CLUSTER> mail;
-    mail.open();
+    __shared__ PipelineReduceSmem<IS_LAYERNORM, SHAPE, CLUSTER> reduce_smem;
+    reduce_smem.open();
     if constexpr (!CLUSTER) pdl_begin();
     const PipelineRows<T, SHAPE, CLUSTER, OPERANDS, SINGLE_USE> rows(p, partition, in_shared);
     rows.fetch_first();
@@ -310,7 +310,7 @@ __device__ void norm_smem_pipeline_of(const ShortNorm<T>& p, const PipelineParti
         load_if<CLUSTER>(bias, p.bias + partition.at(v) * E, p.bias != nullptr && partition.has(v));
     };
     RowPartial<IS_LAYERNORM> found[ROWS];
-    mail.template exchange<T>(found, by_warp, partition, p.per_element, [&] { fetch_parameters(0); });
+    reduce_smem.template exchange<T>(found, by_warp, partition, p.per_element, [&] { fetch_parameters(0); });
     Stats stats[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {

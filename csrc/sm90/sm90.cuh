@@ -53,6 +53,11 @@ enum class Major { K, MN };
 constexpr int SWIZZLE_ROW = 128;    // bytes
 constexpr int SWIZZLE_ATOM = 1024;  // bytes: eight rows, after which the pattern repeats
 
+/// Where the first panel may begin in dynamic shared memory, which has SWIZZLE_ATOM bytes more than the panels for this.
+__device__ inline uint32_t align_to_swizzle(const void* shared) {
+    return (shared_address(shared) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM;
+}
+
 /// Offset of chunk `chunk` (16 bytes) of row `row` in its panel.
 __host__ __device__ constexpr uint32_t swizzled(uint32_t row, uint32_t chunk) {
     return row * SWIZZLE_ROW + ((chunk ^ (row % 8)) * 16);
@@ -316,8 +321,8 @@ __device__ inline void cluster_sync() {
     cluster_arrive();
     cluster_wait();
 }
-/// The last barrier of a kernel: no block ends while others may still access its shared memory.
-__device__ inline void cluster_leave() {
+/// A barrier that orders no writes: no block goes on, or ends, while others may still access its shared memory.
+__device__ inline void cluster_sync_relaxed() {
     cluster_arrive_relaxed();
     cluster_wait();
 }

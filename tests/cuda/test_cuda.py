@@ -93,6 +93,25 @@ def test_capture_and_replay_in_a_cuda_graph(variant, backward):
             torch.testing.assert_close(replayed, direct)
 
 
+@pytest.mark.parametrize("variant", [v for v in LAUNCHING if v.level == "cuda"], ids=variant_id)
+def test_a_saved_tensor_of_another_device_is_refused(variant):
+    """A kernel that takes its address would read or write outside of the GPU's memory."""
+    if variant.backward is None:
+        pytest.skip("PyTorch differentiates this variant")
+    spec, case = kernel_ladder.spec(variant.op), typical_case(variant.op)
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    skip_unless_it_runs(variant, as_leaves(inputs), case.options)
+    grad = make_grad(spec, inputs, case.options)
+    with torch.no_grad():
+        _, saved = variant.forward(*inputs, **case.options)
+        for place, x in enumerate(saved):
+            if isinstance(x, torch.Tensor) and x.is_cuda and x.numel():
+                moved = (*saved[:place], x.cpu(), *saved[place + 1 :])
+                with pytest.raises((ValueError, RuntimeError), match=r"cuda|GPU|device|forward pass"):
+                    variant.backward(moved, grad, (True,) * len(inputs))
+    torch.cuda.synchronize()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU is visible, this needs two")
 @pytest.mark.parametrize("variant", every_variant(), ids=variant_id)
 def test_a_second_device(variant):

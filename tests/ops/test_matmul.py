@@ -17,9 +17,10 @@ from kernel_ladder.errors import UnsupportedError
 from kernel_ladder.selection import matmul_parts
 from kernel_ladder.spec import Case
 from kernel_ladder.testing.agreement import agreement
+from kernel_ladder.testing.deviation import compare
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
-from ..conftest import DEVICE, every_variant, skip_unless_available, skip_unless_it_runs, variant_id
+from ..conftest import DEVICE, every_variant, needs_gpu, skip_unless_available, skip_unless_it_runs, variant_id
 
 VARIANTS = [v for v in every_variant("triton", "cuda") if v.op == "matmul"]
 DESCRIBED = ("triton.tma", "triton.persistent")
@@ -189,3 +190,19 @@ def test_unaligned_operands_of_large_products_are_copied_for_descriptors(layout,
         for _ in range(2):  # a known launch copies again
             result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, {}, grad)
             assert result.agrees, f"{m}x{n}x{k}: {result}"
+
+
+@needs_gpu
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_a_gradient_of_more_elements_than_a_32_bit_index_holds(variant, gpu_memory):
+    """An expanded operand has short offsets, its gradient has not."""
+    rows, columns, few = 2**16 + 1, 2**15, 16
+    gpu_memory(3 * 2 * rows * columns)
+    a, grad = (torch.randn(few, n, dtype=torch.bfloat16, device="cuda") for n in (rows, columns))
+    b = torch.ones((), dtype=torch.bfloat16, device="cuda").expand(rows, columns)
+    skip_unless_it_runs(variant, (a, b))
+    _, found = variant.backward((a, b), grad, (False, True))
+    assert found.shape == b.shape
+    for some in (slice(0, 64), slice(rows - 64, rows)):
+        exact = a[:, some].double().mT @ grad.double()
+        assert compare("gradient", found[some], exact, None).agrees

@@ -13,6 +13,7 @@ import torch
 from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape, output_shape, sum_to
 from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.tracing import shapes_only
+from triton_impl.runtime.descriptor_launch import ALIGNMENT_BYTES
 from triton_impl.runtime.launch_cache import LaunchCache
 
 #: Writes ``a @ b`` into contiguous `c`, all of the same batch dimensions. Returns a function of (c, a, b) that does it
@@ -29,7 +30,8 @@ def product(input: torch.Tensor, other: torch.Tensor, dtype: torch.dtype, write:
         return torch.empty(output_shape(input, other), dtype=dtype, device=input.device)
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     device = input.device
-    key = (input.shape, input.stride(), other.shape, other.stride(), input.dtype, dtype, tf32, device, write)
+    begin = input.data_ptr() % ALIGNMENT_BYTES, other.data_ptr() % ALIGNMENT_BYTES  # decides who must be copied
+    key = (input.shape, input.stride(), other.shape, other.stride(), begin, input.dtype, dtype, tf32, device, write)
     known = _launches.get(key)
     if known is None:
         output, launch = _first_product(input, other, dtype, write)

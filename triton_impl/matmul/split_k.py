@@ -140,7 +140,7 @@ def write(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[..., No
     else:
         of_kind = tiles.CONFIGS[kind] if count == 1 else FLOAT32 if kind in ("tf32", "ieee") else CONFIGS
         candidates = likeliest(of_kind, COUNT, m, n, split_k, count, c.element_size(), c.device)
-    key = (str(a.dtype), kind, m, n, k, count, *(min(s, 2) if s < 2 else s % 8 == 0 for s in strides))
+    key = (str(a.dtype), kind, m, n, k, count, *(s if s < 2 else 8 if s % 8 == 0 else 2 for s in strides))
     if count == 1:
         return _choose.launch(key, candidates, launch, c, a, b)
     partials = torch.empty((count, m, n), dtype=torch.float32, device=c.device)
