@@ -18,6 +18,7 @@ from kernel_ladder.testing.samples import make_grad, make_inputs
 from ..conftest import (
     DEVICE,
     every_variant,
+    needs_gpu,
     public,
     register_own_gelu,
     skip_unless_available,
@@ -97,6 +98,20 @@ def test_lower_right_of_unequal_lengths_inside_compile(backend, window):
     def inside(*inputs):
         return kernel_ladder.attention(*inputs, **options, backend=backend)
 
+    result = agreement(spec, lambda *x, **_: inside(*x), inputs, options, make_grad(spec, inputs, options))
+    assert result.agrees, str(result)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "cuda", "triton"])
+def test_head_dimensions_of_models_inside_compile(backend, dims):
+    """At lengths at which `auto` takes a rung of its own for each."""
+    skip_unless_available("attention", "cuda" if backend == "auto" else backend)
+    (d, d_v), options = dims, {"is_causal": True}
+    spec = kernel_ladder.spec("attention")
+    inputs = make_inputs(Case("", ((1, 4, 2048, d), (1, 4, 2048, d), (1, 4, 2048, d_v))), torch.bfloat16, DEVICE)
+    inside = torch.compile(lambda *x: kernel_ladder.attention(*x, **options, backend=backend), fullgraph=True)
     result = agreement(spec, lambda *x, **_: inside(*x), inputs, options, make_grad(spec, inputs, options))
     assert result.agrees, str(result)
 

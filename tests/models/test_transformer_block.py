@@ -76,7 +76,16 @@ def test_every_length_may_change_from_the_first_on(backend):
     assert count[0] <= COMPILATIONS
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["eager", "compiled"])
+EAGER_OR_COMPILED = pytest.mark.parametrize("inside", [False, True], ids=["eager", "compiled"])
+
+
+def function_of(backend, inside):
+    """The block, as it is or compiled."""
+    torch._dynamo.reset()
+    return compiled(SIZE, backend, [0]) if inside else run(backend)
+
+
+@EAGER_OR_COMPILED
 def test_checkpointed(eager, inside):
     weights, length = parameters(SIZE, SIZE.dtype), SIZE.lengths[0]
     torch._dynamo.reset()
@@ -106,12 +115,14 @@ def test_inference_and_then_training(eager):
             torch.testing.assert_close(output, found[0], rtol=0, atol=tolerance)
 
 
-def test_from_two_threads(eager):
+@EAGER_OR_COMPILED
+def test_from_two_threads(eager, inside):
     length, expected = SIZE.lengths[0], parameters(SIZE, SIZE.dtype)
+    function = function_of(eager, inside)
 
     def train(_):
         weights = parameters(SIZE, SIZE.dtype)
-        return results(run(eager), hidden(SIZE, length, SIZE.dtype), weights)
+        return results(function, hidden(SIZE, length, SIZE.dtype), weights)
 
     with ThreadPoolExecutor(2) as threads:
         for found in threads.map(train, range(2)):
@@ -119,33 +130,37 @@ def test_from_two_threads(eager):
 
 
 @needs_gpu
-def test_on_a_side_stream(eager):
+@EAGER_OR_COMPILED
+def test_on_a_side_stream(eager, inside):
+    function = function_of(eager, inside)
     weights, length = parameters(SIZE, SIZE.dtype), SIZE.lengths[0]
     x, stream = hidden(SIZE, length, SIZE.dtype), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        found = results(run(eager), x, weights)
+        found = results(function, x, weights)
     torch.cuda.current_stream().wait_stream(stream)
     check(SIZE, length, found, weights, SIZE.dtype)
 
 
 @needs_gpu
-def test_in_a_cuda_graph(eager):
+@EAGER_OR_COMPILED
+def test_in_a_cuda_graph(eager, inside):
     """Captured with its backward pass, and replayed on other numbers."""
+    function = function_of(eager, inside)
     weights, length = parameters(SIZE, SIZE.dtype), SIZE.lengths[0]
     x = hidden(SIZE, length, SIZE.dtype)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        results(run(eager), x, weights)  # what is tuned, compiled and allocated once
+        results(function, x, weights)  # what is tuned, compiled and allocated once
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     if eager == "xla":
         with pytest.raises(UnsupportedError, match="which a CUDA graph cannot capture"), captured(graph):
-            results(run(eager), x, weights)
+            results(function, x, weights)
         return
     with captured(graph):
-        found = results(run(eager), x, weights)
+        found = results(function, x, weights)
     for tensor in found:
         tensor.fill_(torch.nan)
     graph.replay()
