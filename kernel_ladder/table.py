@@ -159,8 +159,10 @@ def register(
         The rung as the table keeps it.
 
     Raises:
+        BackendError: no such operation.
         ValueError: the name has no level, or the operation has a rung of that name.
     """
+    _check_op(op)
     level, _, step = name.partition(".")
     if level not in LEVELS or not step:
         raise ValueError(f"register: `name` must be 'level.variant' with a level of {', '.join(LEVELS)}, got {name!r}")
@@ -285,7 +287,7 @@ def _changed() -> None:
 
 def _check_op(op: str) -> None:
     if op not in OPS:
-        near = difflib.get_close_matches(op, OPS, n=1)
+        near = difflib.get_close_matches(str(op), OPS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise BackendError(f"unknown operation {op!r}; {hint}Operations are {', '.join(OPS)}")
 
@@ -313,9 +315,11 @@ def variants(op: str, level: str | None = None) -> list[Variant]:
     """Every variant of an operation (at one level), in the order of the climb, available or not.
 
     Raises:
-        BackendError: no such operation.
+        BackendError: no such operation or level.
     """
     _check_op(op)
+    if level is not None and level not in LEVELS:
+        raise BackendError(f"{op}: unknown level {level!r}; levels are {', '.join(LEVELS)}")
     levels = list(LEVELS) if level is None else [level]
     for each in levels:
         _load(op, each)

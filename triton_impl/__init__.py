@@ -12,8 +12,8 @@ import torch
 from kernel_ladder import gpu, table
 
 # The interpreter is chosen when a kernel is decorated, so this must stand before any kernel's module is imported.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import triton
 

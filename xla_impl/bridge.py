@@ -105,7 +105,7 @@ def _importable(x: torch.Tensor | None) -> torch.Tensor | None:
     """`x` as JAX takes it. Any copy is launched on the current stream."""
     if x is None:
         return None
-    x = x.detach()
+    x = x.detach().resolve_conj()
     if x.dtype is torch.float8_e4m3fn:  # NumPy has none, nor has every DLPack: formulas read the bits of bytes
         x = x.view(torch.uint8)
     if not x.is_contiguous():  # DLPack refuses other strides, and XLA is slow with other layouts

@@ -52,12 +52,10 @@ enum class Major { K, MN };
 
 constexpr int SWIZZLE_ROW = 128;    // bytes
 constexpr int SWIZZLE_ATOM = 1024;  // bytes: eight rows, after which the pattern repeats
-
 /// Where the first panel may begin in dynamic shared memory, which has SWIZZLE_ATOM bytes more than the panels for this.
 __device__ inline uint32_t align_to_swizzle(const void* shared) {
     return (shared_address(shared) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM;
 }
-
 /// Offset of chunk `chunk` (16 bytes) of row `row` in its panel.
 __host__ __device__ constexpr uint32_t swizzled(uint32_t row, uint32_t chunk) {
     return row * SWIZZLE_ROW + ((chunk ^ (row % 8)) * 16);
@@ -326,7 +324,6 @@ __device__ inline void cluster_sync_relaxed() {
     cluster_arrive_relaxed();
     cluster_wait();
 }
-
 /// Flag in global memory: writes before store_release are visible after load_acquire has read the flag.
 __device__ inline void store_release(uint32_t* flag, uint32_t value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kernel_ladder import autocast, autograd, operators, selection, table
-from kernel_ladder.errors import raise_for_memory
+from kernel_ladder.errors import UnsupportedError, raise_for_memory
 from kernel_ladder.spec import DTYPES, Inputs, dtype_name, dtype_names, each
 from kernel_ladder.tracing import PLAIN
 from kernel_ladder.transforms import transforms_active
@@ -34,8 +35,11 @@ def call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) 
     negated = False
     for x in inputs:
         if x is not None:
-            if type(x) not in PLAIN and is_sharded(x):
-                return _call_sharded(op, backend, inputs, options)
+            if type(x) not in PLAIN:
+                if is_sharded(x):
+                    return _call_sharded(op, backend, inputs, options)
+                if is_traceable_wrapper_subclass(x):
+                    backend = _of_operators(op, backend, x)
             negated = negated or (not compiling and x.is_neg())
     if negated:  # kernels read memory, where a lazy sign is not applied
         inputs = each(torch.resolve_neg, inputs)
@@ -50,6 +54,23 @@ def call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) 
 def is_sharded(x: Any) -> bool:
     """Whether `x` is a DTensor. Its module takes seconds to import, which a program that has one has done."""
     return type(x).__name__ == "DTensor"
+
+
+def _of_operators(op: str, backend: str | None, x: Any) -> str:
+    """The backend of a call on a tensor that holds others: PyTorch's operators alone know how to take it apart.
+
+    Raises:
+        UnsupportedError: the call asks for a level whose kernels read memory.
+    """
+    name = table.asked_for(op, backend)
+    if name == "auto":
+        return "torch"
+    if name.partition(".")[0] in ("triton", "cuda", "xla"):
+        raise UnsupportedError(
+            f"{op}: {name} takes tensors that are memory of their own, got a {type(x).__name__}, which holds others; "
+            "backend='torch' takes it where PyTorch does"
+        )
+    return name
 
 
 def _call_sharded(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:

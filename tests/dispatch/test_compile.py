@@ -84,6 +84,29 @@ def test_levels_and_default_inside_compile(op, backend):
     torch.testing.assert_close(inside(*inputs), public(op, inputs, case.options, backend=backend))
 
 
+@pytest.mark.parametrize("op", kernel_ladder.OPS)
+def test_dynamic_shapes_inside_compile(op):
+    """Then torch.compile traces floats as symbols too, such as an `eps`."""
+    case = typical_case(op, most=20_000)
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    inside = torch.compile(
+        lambda *x: public(op, x, case.options, backend="torch"), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(inside(*inputs), public(op, inputs, case.options, backend="torch"))
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
+def test_a_float_that_changes_or_follows_from_a_shape_inside_compile(dynamic):
+    def scaled(x, eps):
+        x = kernel_ladder.layer_norm(x, x.shape[-1:], eps=eps)
+        return kernel_ladder.attention(x, x, x, scale=x.shape[-1] ** -0.5, backend="torch.naive")
+
+    inside = torch.compile(scaled, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for width, eps in ((8, 1e-5), (16, 1e-5), (24, 0.1), (24, 0.3)):
+        x = torch.randn(1, 2, 5, width, device=DEVICE)
+        torch.testing.assert_close(inside(x, eps), scaled(x, eps))
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (3, -1)], ids=["causal", "window"])
 @pytest.mark.parametrize("backend", ["torch", "auto", "compile", "triton"])
 def test_lower_right_of_unequal_lengths_inside_compile(backend, window):

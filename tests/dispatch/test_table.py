@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import kernel_ladder
 from kernel_ladder import BackendError, UnavailableError, UnsupportedError, selection, table
@@ -200,6 +201,34 @@ def test_an_unknown_operation():
     for call in (kernel_ladder.spec, kernel_ladder.backends, kernel_ladder.variants):
         with pytest.raises(BackendError, match="unknown operation 'gel'; did you mean 'gelu'"):
             call("gel")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: kernel_ladder.backends(3), "unknown operation 3; Operations are gelu, "),
+        (lambda: kernel_ladder.variants("gelu", "tritn"), "gelu: unknown level 'tritn'; levels are torch, "),
+        (lambda: table.register("softmx", "triton.mine", forward=None), "unknown operation 'softmx'; did you mean"),
+    ],
+    ids=["no-name", "level", "register"],
+)
+def test_what_the_table_does_not_have_is_named(call, message):
+    with pytest.raises(BackendError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("op", ["gelu", "softmax", "sum"])
+def test_tensors_that_hold_others_are_pytorchs(op):
+    case = typical_case(op, most=20_000)
+    (x,) = make_inputs(case, torch.float32, torch.device("cpu"))
+    held, function = TwoTensor(x, x), getattr(kernel_ladder, op)
+    for backend in ("auto", "torch", "torch.naive"):
+        found = function(held, **case.options, backend=backend)
+        assert isinstance(found, TwoTensor)
+        torch.testing.assert_close(found.a, function(x, **case.options, backend="torch"))
+    for backend in ("triton", "xla", "cuda"):
+        with pytest.raises(UnsupportedError, match=f"{backend} takes tensors that are memory of their own, got a TwoT"):
+            function(held, **case.options, backend=backend)
 
 
 def test_unsupported_gives_the_variants_own_sentence(scratch_table):
