@@ -281,7 +281,7 @@ def _predict_counter(formula: str, expected: float, op: str, rung: str, name: st
     found = counted(op, rung, name, *call)
     if not isinstance(found, int | float) or not found:
         raise LookupError(f"{name} of {op} {rung} is {found}: nothing to predict")
-    gpu = _counters(op)[0] or _row(op, rung, *call)["gpu"]
+    gpu = _counted_on(op, rung, *call) or _row(op, rung, *call)["gpu"]
     measured = float(found), f"{name}, {_call(op, rung, *call)}", gpu
     return predictions.answer(formula, expected, _COLUMN[name][2], measured, _COLUMN[name][1].format)
 
@@ -306,7 +306,7 @@ def _dynamic() -> str:
 
 
 @functools.cache
-def _counters(op: str) -> tuple[str, dict[tuple[str, ...], Any]]:
+def _counters(op: str) -> dict[tuple[str, ...], Any]:
     return climb_counters.of_operation(op, ROWS)
 
 
@@ -321,20 +321,23 @@ def counted(op: str, rung: str, name: str, shape: str, dtype: str = "bfloat16", 
     """A hardware counter's value."""
     if name not in _COLUMN:
         raise LookupError(f"no counter {name!r}; known are {', '.join(_COLUMN)}")
-    mine = _counters(op)[1].get((op, rung, pass_, dtype, shape))
-    value = _COLUMN[name][0](mine) if mine is not None else None
+    value = _COLUMN[name][0](_counters(op).get((op, rung, pass_, dtype, shape), {}))
     if value is None:
         raise LookupError(f"no {name} of {op} {rung} {shape!r} {dtype} {pass_} was counted")
     return value
 
 
+def _counted_on(op: str, rung: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> str | None:
+    """The GPU of a call's counters; None where it is that of the rows."""
+    return _counters(op).get((op, rung, pass_, dtype, shape), {}).get(climb_counters.GPU)
+
+
 def counter(kind: str, op: str, rung: str, name: str, *call: str) -> str:
     """A hardware counter as the climb writes it."""
-    gpu, found = _counters(op)
-    if kind.endswith("?") and not any(key[:2] == (op, rung) for key in found):
+    if kind.endswith("?") and not any(key[:2] == (op, rung) for key in _counters(op)):
         return UNMEASURED
     value = counted(op, rung, name, *call)
-    return f'<span title="{gpu or "of the GPU of the times"}">{_COLUMN[name][1].format(value)}</span>'
+    return f'<span title="{_counted_on(op, rung, *call) or "of the GPU of the times"}">{_COLUMN[name][1].format(value)}</span>'
 
 
 #: Markers whose arguments a function of their own takes.

@@ -74,8 +74,8 @@ _encoded_constant = table.untraced(_encoded)
 def _without_integers(value: Any, integers: list[Any]) -> Any:
     """An option with every integer replaced by an ellipsis and appended to `integers`; a float of a graph is a number.
 
-    torch.compile traces a float that changes, or that follows from a shape, as a symbol. Written out, it is a number, on
-    which a guard is made. ``float(value)`` would stay a symbol.
+    torch.compile traces a float that changes, or that follows from a shape, as a symbol. Written out, it is a number,
+    on which a guard is made. ``float(value)`` would stay a symbol.
     """
     if isinstance(value, bool):
         return value

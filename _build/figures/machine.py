@@ -16,18 +16,20 @@ L2_MIB = 50
 HBM_GB = 80
 #: Bytes a clock that an SM's shared memory delivers: 32 banks of 4 bytes.
 SHARED_BYTES_A_CLOCK = 128
+OPERAND_BYTES_A_CLOCK = 128 * 3 * 4  # lanes, operands of an instruction, bytes of one
 
 
 def memory_hierarchy(canvas: Canvas) -> str:
     canvas.size(3.5, 100, 54)
     clock = max(r["clock_mhz"] for r in rows() if r["backend"] == "ceiling.cuda_core" and r["clock_mhz"]) / 1e3
     shared = SHARED_BYTES_A_CLOCK * SMS * clock / 1e3
+    operands = OPERAND_BYTES_A_CLOCK * SMS * clock / 1e3
     l2, hbm = best_ceiling("ceiling.l2", "gbs") / 1e3, best_ceiling("ceiling.copy", "gbs") / 1e3
     canvas.text(1, 3, "memory", weight="bold")
     canvas.text(61, 3, "holds", weight="bold")
     canvas.text(78, 3, "delivers", weight="bold")
     levels = (
-        ("registers", REGISTERS, f"{REGISTERS_KIB} KiB per SM", "all operands"),
+        ("registers", REGISTERS, f"{REGISTERS_KIB} KiB per SM", f"{operands:.0f} TB/s"),
         ("shared memory, L1", SHARED, f"{SHARED_KIB} KiB per SM", f"{shared:.0f} TB/s"),
         ("L2 cache", L2, f"{L2_MIB} MB", f"{l2:.1f} TB/s, measured"),
         ("HBM", HBM, f"{HBM_GB} GB", f"{hbm:.1f} TB/s, measured"),
@@ -40,8 +42,9 @@ def memory_hierarchy(canvas: Canvas) -> str:
         if i < 3:
             canvas.arrow((10, y + 12), (10, y + 9), INK)
     return (
-        f"The memories of one {gpu()}, nearest to the arithmetic first. Each is larger and slower than the one above. "
-        f"Shared memory delivers {SHARED_BYTES_A_CLOCK} bytes a clock on each of {SMS} SMs at {clock:.2f} GHz."
+        f"The memories of one {gpu()}, nearest to the arithmetic first. Each is slower than the one above; L2 and HBM are "
+        f"also much larger. Registers deliver {OPERAND_BYTES_A_CLOCK} bytes of operands a clock, shared memory "
+        f"{SHARED_BYTES_A_CLOCK}, on each of {SMS} SMs at {clock:.2f} GHz."
     )
 
 

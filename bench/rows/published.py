@@ -8,6 +8,7 @@ from pathlib import Path
 from bench.measure import sets
 from bench.rows import store
 from bench.rows.store import Row
+from kernel_ladder import table
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 
@@ -27,6 +28,16 @@ def published(folder: Path = FOLDER) -> Path:
     if len(found) != 1:
         raise LookupError(f"{folder} must have the rows of one GPU, got {[path.name for path in found]}")
     return found[0]
+
+
+def still_said(rows: Sequence[Row]) -> list[Row]:
+    """The rows without those that say that a level has no rung of an operation, where it has one by now."""
+
+    def outdated(row: Row) -> bool:
+        said = f"the {row.level} level has no rung of {row.op}"
+        return row.unsupported == said and bool(table.variants(row.op, row.level))
+
+    return [row for row in rows if not outdated(row)]
 
 
 def with_other_sets(path: Path, rows: Sequence[Row]) -> list[Row]:

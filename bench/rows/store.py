@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bench.rows import renamed
 
@@ -336,15 +336,30 @@ def writing(path: Path) -> Iterator[None]:
     """
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     lock = Path(tempfile.gettempdir(), f"kernel_ladder-{os.getuid()}-{name}.lock")
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ResultsError(
-                f"{path}: another process is writing to it; give this one an --output of its own, and join the two "
-                "with `python -m bench merge`"
-            ) from None
-        yield
+    held = False
+    while not held:
+        with lock.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ResultsError(
+                    f"{path}: another process is writing to it; give this one an --output of its own, and join the two "
+                    "with `python -m bench merge`"
+                ) from None
+            held = _is_at(file, lock)  # else the one who held it has removed it since
+            if held:
+                try:
+                    yield
+                finally:
+                    lock.unlink()
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Whether an open file still is what a path names."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def append(path: Path, row: Row) -> None:

@@ -24,8 +24,8 @@ from kernel_ladder.table import LEVELS
 
 #: The lines of a card, in this order. ``_build/cards.py`` refuses a page whose cards have others.
 LINES = ("Idea", "Diff", "Prediction", "Measured", "Counters", "Verdict", "Limits it now", "Try this")
-#: A GPU's name, empty for that of the rows, and its counters by call.
-Source = tuple[str, Mapping[tuple[str, ...], Counters]]
+#: Counters by call.
+Source = Mapping[tuple[str, ...], Counters]
 #: How the names of rungs begin whose kernels a compiler writes.
 COMPILERS = ("compile.", "xla.")
 #: Levels that have cards: first those whose kernels somebody wrote, then the compilers. PyTorch's functions stand in
@@ -74,7 +74,7 @@ def _card(
     backward = call_of(op, name, note, mine, "backward")
     timed_backward = name in backward and backward[name].us is not None
     said["Measured"] = _measured(name, forward, step, backward)
-    said["Counters"], shape = _counters(op, name, before, row, profiled, timed_backward)
+    said["Counters"], shape = _counters(op, name, before, row, profiled, timed_backward, note)
     said["Verdict"] = _verdict(prediction, row, note, bool(shape))
     said["Limits it now"] = _sentence(note.get("limit") or (head.limit if head else "")) or "Not known."
     said["Try this"] = _try(op, name, before, note, row, shape)
@@ -120,32 +120,39 @@ def _counters(
     row: Row | None,
     profiled: Source,
     timed_backward: bool,
+    note: Mapping[str, Any],
 ) -> tuple[str, str]:
     """Before → after of both passes, and the shape that was profiled; without counters the reason."""
-    gpu, found = profiled
-    calls = [key for key in found if key[:3] == (op, name, "forward")]
+    calls = [key for key in profiled if key[:3] == (op, name, "forward")]
     if not calls:
-        return f"none committed yet: {_sentence(_no_counters(op, name, row))}", ""
+        return f"{_sentence(_no_counters(op, name, row, note))}", ""
     at = (row.dtype, row.shape) if row is not None else ("", "")
     key = next((key for key in calls if key[3:] == at), calls[0])
-    old = found.get((op, before, *key[2:]), {})
-    since = f", since `{before}`" if old else ""
-    said = f"{' · '.join(climb_counters.changes(found[key], old))} ({key[4]}{since}{gpu and f', {gpu}'})."
+    mine, old = profiled[key], profiled.get((op, before, *key[2:]), {})
+    since = f", since `{before}`" if climb_counters.comparable(mine, old) else ""
+    said = f"{' · '.join(climb_counters.changes(mine, old))} ({key[4]}{since}{_on(mine)})."
     backward = (op, name, "backward", *key[3:])
-    if backward in found:
-        changed = climb_counters.changes(found[backward], found.get((op, before, *backward[2:]), {}))
-        said += f" Backward: {' · '.join(changed)}."
+    if backward in profiled:
+        changed = climb_counters.changes(profiled[backward], profiled.get((op, before, *backward[2:]), {}))
+        gpu = _on(profiled[backward]).removeprefix(_on(mine)).removeprefix(", ")
+        said += f" Backward: {' · '.join(changed)}{gpu and f' ({gpu})'}."
     elif timed_backward:
-        said += " Backward: none committed yet: the profiler has not been run on this pass."
+        said += f" Backward: {_sentence(_no_counters(op, name, row, note))}"
     return said, key[4]
 
 
-def _no_counters(op: str, name: str, row: Row | None) -> str:
+def _on(mine: Counters) -> str:
+    """Where counters are of another GPU than the times: its name, after a comma."""
+    return f", {mine[climb_counters.GPU]}" if climb_counters.GPU in mine else ""
+
+
+def _no_counters(op: str, name: str, row: Row | None, note: Mapping[str, Any]) -> str:
+    """Why a rung has none. Somebody wrote the kernels of CUDA and Triton: there it is a person who says why."""
     if name.startswith(COMPILERS):
-        return f"on a GPU `python -m bench counters --op {op} --backend {name}` counts its kernels"
-    if row is None:
-        return "the rung is newer than the committed rows"
-    return "the profiler has not been run on this rung"
+        return f"none committed yet: on a GPU `python -m bench counters --op {op} --backend {name}` counts its kernels"
+    if "no_counters" in note:
+        return f"none committed yet: {note['no_counters']}"
+    return "none, and no reason: `no_counters` in bench/show/predictions.toml"
 
 
 def _verdict(prediction: predictions.Prediction | None, row: Row | None, note: Mapping[str, Any], counted: bool) -> str:

@@ -19,11 +19,14 @@ from kernel_ladder.table import LEVELS
 #: Levels whose members are alternatives, not successive steps, with the step that all of them start from.
 #: What a user would write is compared with the formula, as in the torch level. Peers have no such step.
 BESIDE = {"torch": "torch.naive", "compile": "compile.formula", "xla": "xla.jit", "peer": None}
+#: Beside a rung whose counters are of another GPU than the rest.
+OTHER = "§"
+BOLD = "Bold: moved by more than a tenth from the step before"
 
 
 def write(op: str, path: Path, found: Sequence[Row]) -> str:
     """Markdown tables of an operation, one a pass at that pass's headline shape; with counters where there are any."""
-    profiled = climb_counters.of_operation(op, path)[1]
+    profiled = climb_counters.of_operation(op, path)
     parts = []
     for pass_ in PASSES:
         mine = [row for row in found if row.op == op and row.pass_ == pass_]
@@ -118,16 +121,20 @@ def _text(ratio: Estimate) -> str:
 
 
 def _counters(steps: Sequence[Row], profiled: Mapping[tuple[str, ...], Counters], origin: str) -> str:
-    lines = []
+    lines, others = [], {}
     for row, before in with_step_before(steps):
         if mine := climb_counters.of(row, profiled):
-            lines.append(
-                [f"`{row.backend}`", *climb_counters.cells(mine, climb_counters.of(before, profiled) if before else {})]
-            )
+            gpu = mine.get(climb_counters.GPU, "")
+            if gpu and not origin.startswith(gpu):
+                others[gpu] = OTHER
+            old = climb_counters.of(before, profiled) if before else {}
+            lines.append([f"`{row.backend}`{others.get(gpu, '')}", *climb_counters.cells(mine, old)])
     used = [0, *(i for i in range(1, len(climb_counters.COLUMNS) + 1) if any(line[i] for line in lines))]
     header = ["counters", *(heading for heading, _, _ in climb_counters.COLUMNS)]
     lines = [[line[i] for i in used] for line in lines]
     table = markdown.grid([header[i] for i in used], lines, [i > 0 for i in used])
     commits = " and ".join(dict.fromkeys(row.commit[:12] for row in steps if row.commit))
     timed = f"; times: {steps[0].gpu}, commit {commits}" if commits else ""
-    return f"{table}\n\nBold: moved by more than a tenth from the step before. Counters: {origin}{timed}."
+    elsewhere = "".join(f"; {mark} {gpu}" for gpu, mark in others.items())
+    bold = "Bold: moved by more than a tenth from the step before, on one GPU" if others else BOLD
+    return f"{table}\n\n{bold}. Counters: {origin}{elsewhere}{timed}."

@@ -6,7 +6,7 @@ not give is absent or null.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +17,51 @@ Counters = Mapping[str, Any]
 MOVED = 0.1  # a smaller relative change does not explain a step's gain
 POINTS = 3  # nor does a smaller change of a counter in per cent
 PER_CENT = " %"
+#: Where counters name their GPU: it is not that of the rows.
+GPU = "gpu"
 
 
-def _by_call(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], Counters]:
-    return {tuple(row[name] for name in counters.KEY if name != "gpu"): row["counters"] for row in rows}
+def of_operation(op: str, results: Path) -> dict[tuple[str, ...], Counters]:
+    """An operation's counters by call, with the number of its ``kernels``.
 
-
-def of_operation(op: str, results: Path) -> tuple[str, dict[tuple[str, ...], Counters]]:
-    """An operation's counters by call, and the name of their GPU, empty where it is that of the rows.
-
-    They are those of the GPU on which most calls were profiled, so that a step and the one before are of the same.
+    They are those of the GPU on which most calls were profiled, so that a step and the one before are of the same. A
+    call that was profiled on another alone has that one's. Counters of another GPU than the rows' name it, as `GPU`.
     """
-    gpu, rows = _rows(op, results)
-    return gpu, _by_call(rows)
+    found: dict[tuple[str, ...], Counters] = {}
+    for path, rows in reversed(_files(op, results)):
+        other = path != counters.file_beside(results)
+        for row in rows:
+            named = {GPU: row["gpu"]} if other else {}
+            call = tuple(row[name] for name in counters.KEY if name != "gpu")
+            found[call] = {**row["counters"], "kernels": len(row["kernels"]), **named}
+    return found
 
 
 def origin(op: str, results: Path, pass_: str) -> str:
     """The GPU and the commits of an operation's counters, as a caption says them; empty without counters."""
-    rows = [row for row in _rows(op, results)[1] if row["pass"] == pass_]
-    commits = dict.fromkeys(str(row["commit"])[:12] for row in rows if row.get("commit"))
-    return ", ".join(filter(None, (rows[0]["gpu"] if rows else "", commits and f"commit {' and '.join(commits)}")))
+    for _, rows in _files(op, results):
+        if mine := [row for row in rows if row["pass"] == pass_]:
+            commits = dict.fromkeys(str(row["commit"])[:12] for row in mine if row.get("commit"))
+            return ", ".join(filter(None, (mine[0]["gpu"], commits and f"commit {' and '.join(commits)}")))
+    return ""
 
 
-def _rows(op: str, results: Path) -> tuple[str, list[dict[str, Any]]]:
+def _files(op: str, results: Path) -> list[tuple[Path, list[dict[str, Any]]]]:
+    """The files that have counters of an operation, with those: first the one with most, of equals that of the rows."""
     own = counters.file_beside(results)
-    found = [("", own)] + [("other", path) for path in sorted(own.parent.glob(f"*{counters.SUFFIX}")) if path != own]
-    best: tuple[str, list[dict[str, Any]]] = ("", [])
-    for name, path in found:
-        rows = [row for row in counters.read(path) if row["op"] == op]
-        if len(rows) > len(best[1]):
-            best = name and rows[0]["gpu"], rows
-    return best
+    paths = [own, *(path for path in sorted(own.parent.glob(f"*{counters.SUFFIX}")) if path != own)]
+    found = [(path, [row for row in counters.read(path) if row["op"] == op]) for path in paths]
+    return sorted(((path, rows) for path, rows in found if rows), key=lambda each: -len(each[1]))
 
 
 def of(row: Row, found: Mapping[tuple[str, ...], Counters]) -> Counters:
     """The counters of a row's call, empty where it was not profiled."""
     return found.get((row.op, row.backend, row.pass_, row.dtype, row.shape), {})
+
+
+def comparable(mine: Counters, before: Counters) -> Counters:
+    """The counters of the step before, if they are of the same GPU; else none."""
+    return before if mine.get(GPU) == before.get(GPU) else {}
 
 
 def over_least(mine: Counters) -> float | None:
@@ -91,7 +100,7 @@ COLUMNS: tuple[tuple[str, Callable[[Counters], Any], str], ...] = (
 
 def cells(mine: Counters, before: Counters) -> list[str]:
     """One cell a column, bold where it is not what it was in the step before, and is seen not to be."""
-    found = []
+    found, before = [], comparable(mine, before)
     for _, value, form in COLUMNS:
         now, then = value(mine), value(before)
         text = "" if now is None else form.format(now)
@@ -113,7 +122,7 @@ SHOWN = (
 
 def changes(mine: Counters, before: Counters) -> list[str]:
     """Each counter that a card shows: ``name before → now``, or ``name now`` where it reads as before or is new."""
-    found = []
+    found, before = [], comparable(mine, before)
     for name, value, form in COLUMNS:
         now, then = value(mine), value(before)
         if name in SHOWN and now is not None:
@@ -142,6 +151,7 @@ def told(mine: Counters, before: Counters, limit: str = "", named: str = "") -> 
     ratio is farthest from one; one that got worse, `limit` before all; and what the kernel takes.
     """
     found: list[tuple[int, float, str]] = []
+    before = comparable(mine, before)
     for name, value, form in COLUMNS:
         now, then = value(mine), value(before)
         if (

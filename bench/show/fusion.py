@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from bench.profile import counters
 from bench.rows.store import Row, picture_file
-from bench.show import markdown
-from bench.show.climb_counters import over_least
+from bench.show import climb_counters, markdown
+from bench.show.climb import OTHER
+from bench.show.climb_counters import Counters, over_least
 from bench.show.headline import headline
 from bench.show.headlines import OURS
 from bench.show.table import mark, microseconds, with_legend
@@ -33,6 +32,7 @@ CHAINS = (
     "add_rms_norm",
     "bias_dropout_add_layer_norm",
     "cross_entropy",
+    "linear_cross_entropy",
     "linear",
     "matmul",
     "attention",
@@ -50,8 +50,10 @@ COMPILERS = {
 COLUMNS = ("× naive", "kernels", "DRAM bytes / least")
 #: A compiler within this factor of the best kernel by hand equals it.
 EQUAL = 1.05
+#: Instead of kernels, and beside kernels that another GPU than the rows' counted.
+NOT_COUNTED = "–"
 
-Calls = Mapping[tuple[str, ...], Mapping[str, Any]]
+Calls = Mapping[tuple[str, ...], Counters]
 
 
 def chosen(op: str, found: Sequence[Row]) -> dict[str, dict[str, Row]]:
@@ -71,14 +73,14 @@ def chosen(op: str, found: Sequence[Row]) -> dict[str, dict[str, Row]]:
 
 
 def counted(path: Path) -> Calls:
-    """The counted calls in the file beside one of rows, by :data:`bench.profile.counters.KEY`."""
-    return {tuple(row[n] for n in counters.KEY): row for row in counters.read(counters.file_beside(path))}
+    """The counted calls of all chains, those of another GPU with its name: see :mod:`bench.show.climb_counters`."""
+    return {call: mine for op in CHAINS for call, mine in climb_counters.of_operation(op, path).items()}
 
 
 def call_of(row: Row, profiled: Calls) -> tuple[int, float | None] | None:
     """The kernels of a row's call, and the bytes that these moved over the least; None where it was not counted."""
-    call = profiled.get((row.op, row.backend, row.pass_, row.dtype, row.shape, row.gpu or ""))
-    return None if call is None else (len(call["kernels"]), over_least(call["counters"]))
+    mine = climb_counters.of(row, profiled)
+    return (mine["kernels"], over_least(mine)) if mine else None
 
 
 def picture_of(op: str) -> str:
@@ -106,7 +108,7 @@ def write(path: Path, found: Sequence[Row], folder: Path | None = None) -> str:
 
 
 def _table(rows: Mapping[str, Mapping[str, Row]], profiled: Calls) -> str:
-    lines = []
+    lines, gpus = [], {}
     for backend in dict.fromkeys(name for of_pass in rows.values() for name in of_pass):
         cells = [f"`{backend}`"]
         for of_pass in rows.values():
@@ -114,16 +116,22 @@ def _table(rows: Mapping[str, Mapping[str, Row]], profiled: Calls) -> str:
             if row is None or row.us is None:
                 cells += [""] * (1 + len(COLUMNS))
                 continue
-            kernels, moved = call_of(row, profiled) or ("", None)
+            kernels, moved = call_of(row, profiled) or (NOT_COUNTED, None)
+            if gpu := climb_counters.of(row, profiled).get(climb_counters.GPU):
+                gpus[gpu] = OTHER
             cells += [
                 f"{microseconds(row.us)}{mark(row)}",
                 f"{naive.us / row.us:.3g}" if naive and naive.us else "",
-                str(kernels),
+                f"{kernels}{gpus.get(gpu, '')}",
                 "" if moved is None else f"{moved:.2f}",
             ]
         lines.append(cells)
     header = ["rung", *(name for pass_ in rows for name in (pass_, *COLUMNS))]
-    return with_legend(markdown.grid(header, lines, [False, *[True] * (len(header) - 1)]))
+    written = with_legend(markdown.grid(header, lines, [False, *[True] * (len(header) - 1)]))
+    notes = [f"{mark} counted on {gpu}" for gpu, mark in gpus.items()]
+    if any(NOT_COUNTED in line for line in lines):
+        notes.append(f"{NOT_COUNTED} not counted yet")
+    return f"{written}\n\n{'; '.join(notes)}." if notes else written
 
 
 def sentences(rows: Mapping[str, Mapping[str, Row]]) -> str:

@@ -28,7 +28,7 @@ def write(path: Path, found: Sequence[Row]) -> str:
         names = _names(op, mine)
         if not names:
             continue
-        profiled = climb_counters.of_operation(op, path)[1]
+        profiled = climb_counters.of_operation(op, path)
         shape = f" {standing[0]}" if standing else ""
         first = [f"[{op}](docs/climb/{op}.md){shape}", *[""] * (len(names) - 1)]
         lines += [

@@ -11,7 +11,8 @@ A table ``[OP."LEVEL.RUNG"]`` holds at most one formula, a number or a range of 
 
 and beside it ``shape`` and ``dtype`` where the headline shape does not show the idea, ``why`` (the prediction's reason,
 in place of the head's `Predicts`), ``verdict`` (what the measurement taught), ``limit`` (in place of the head's `Limit
-now`), ``try``, and ``counter``: the heading of the counter that tells most of the step, where that is not its limit's.
+now`), ``try``, ``counter`` (the heading of the counter that tells most of the step, where that is not its limit's), and
+``no_counters``: why none are committed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from bench.show.table import microseconds
 
 FILE = Path(__file__).with_name("predictions.toml")
 FORMULAS = ("bytes", "share", "matrix", "over", "times")
-WORDS = ("shape", "dtype", "as", "why", "verdict", "limit", "try", "counter")
+WORDS = ("shape", "dtype", "as", "why", "verdict", "limit", "try", "counter", "no_counters")
 #: A measurement this near a prediction confirms it: of bytes or operations, and of a ratio between two rungs.
 NEAR = 0.1
 NEAR_RATIO = 0.03

@@ -42,7 +42,7 @@ from pathlib import Path
 import kernel_ladder
 from bench.measure import environment, lengths
 from bench.rows import store
-from bench.rows.published import of_gpus
+from bench.rows.published import of_gpus, still_said
 from bench.rows.store import Row, picture_file
 from bench.show import (
     bridge,
@@ -272,7 +272,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     # In the order of the file, which the sweep sorted: the same on machines that do not know every variant.
     machines = {
-        path: store.of_one_machine(store.latest(store.read_given(path))) for path in args.results or default_results()
+        path: still_said(store.of_one_machine(store.latest(store.read_given(path))))
+        for path in args.results or default_results()
     }
     if args.folders:
         return _renew_folders(next(iter(machines.values()), []), args.check)

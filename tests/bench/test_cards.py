@@ -125,7 +125,8 @@ def test_cards_show_counters_before_and_after_and_pass_the_check(tmp_path):
     ]
     counters.file_beside(file).write_text("".join(json.dumps(each) + "\n" for each in counted))
     page = cards.write("gelu", file, [NAIVE, VECTORIZED])
-    assert list(check.faults(page)) == []
+    ((_, rung, said),) = check.faults(page)
+    assert (rung, said.partition(":")[0]) == ("triton.fused", "has no counters and does not say why")
     vectorized = page[page.index("## cuda.vectorized") :]
     assert f"DRAM bytes / least 1.00 · registers 16 → 32 ({SHAPE}, since `cuda.naive`)." in vectorized
     assert "**Measured**: 68 µs, 3,948 GB/s, 0.99 of the ceiling, 2.94 × `cuda.naive`" in vectorized
@@ -133,18 +134,22 @@ def test_cards_show_counters_before_and_after_and_pass_the_check(tmp_path):
     assert "**Measured**: not yet in the committed rows." in page[: page.index("## cuda.naive")]
 
 
-def test_a_timed_backward_pass_has_counters_or_a_reason(tmp_path):
+def test_a_timed_backward_pass_has_counters_or_a_reason(tmp_path, monkeypatch):
     file = tmp_path / "gpu.jsonl"
     store.replace(file, "")
     key = {"op": "gelu", "backend": "cuda.naive", "dtype": "bfloat16", "shape": SHAPE, "gpu": "GPU 1", "kernels": []}
     of_forward = {"least_bytes": LEAST, "dram_bytes": LEAST, "registers": 16}
     counters.file_beside(file).write_text(json.dumps({**key, "pass": "forward", "counters": of_forward}) + "\n")
     page = cards.write("gelu", file, [NAIVE, _row("cuda.naive", 300.0, pass_="backward")])
-    reason = " Backward: none committed yet: the profiler has not been run on this pass."
+    reason = " Backward: none, and no reason: `no_counters` in bench/show/predictions.toml."
     assert page.count(reason) == 1
-    assert list(check.faults(page)) == []
-    ((_, rung, said),) = check.faults(page.replace(reason, ""))
-    assert (rung, said.partition(",")[0]) == ("cuda.naive", "times its backward pass")
+    faults = {rung: said for _, rung, said in check.faults(page)}
+    assert faults["cuda.naive"].startswith("times its backward pass, has no counters of it")
+    note = {"no_counters": "ncu ends with an error"}
+    monkeypatch.setattr(predictions, "notes", lambda: {"gelu": {"cuda.naive": note}})
+    page = cards.write("gelu", file, [NAIVE, _row("cuda.naive", 300.0, pass_="backward")])
+    assert " Backward: none committed yet: ncu ends with an error." in page
+    assert "cuda.naive" not in {rung for _, rung, _ in check.faults(page)}
 
 
 def test_the_index_has_every_rung_and_names_shapes_other_than_the_headline(tmp_path):
@@ -178,6 +183,13 @@ def test_cards_show_both_passes_and_name_another_gpu(tmp_path):
     )
     said = f"- **Counters**: registers 40 ({SHAPE}). Backward: registers 40."
     assert said in cards.write("gelu", file, [NAIVE]).splitlines()
+    naive = {**own, "backend": "cuda.naive", "counters": {"registers": 40}}
+    lines = [{**naive, "pass": "forward"}, {**naive, "pass": "forward", "shape": "1x1"}]
+    counters.file_beside(file).write_text("".join(json.dumps(each) + "\n" for each in lines))
+    only = {**lines[0], "pass": "backward", "gpu": "GPU 2", "counters": {"registers": 24}}
+    counters.file_beside(other).write_text(json.dumps(only) + "\n")
+    said = f"- **Counters**: registers 40 ({SHAPE}). Backward: registers 24 (GPU 2)."
+    assert said in cards.write("gelu", file, [NAIVE]).splitlines(), "what the other GPU alone has counted"
 
 
 CARD = "## cuda.naive\n\n" + "\n".join(f"- **{line}**: text" for line in cards.LINES) + "\n"

@@ -58,10 +58,16 @@ def test_a_table_has_the_fastest_rung_of_a_level_its_kernels_and_bytes(tmp_path)
     assert "](../pictures/fusion-gelu-gpu.svg)" in fusion.write(path, rows_of(67.0), tmp_path / "docs")
     lines = {line.split("`")[1]: line for line in written.splitlines() if line.startswith("| `")}
     assert list(lines) == ["torch.naive", "compile.default", "xla.jit", "triton.fused", "cuda.vectorized"]
-    assert lines["torch.naive"] == "| `torch.naive` | 800 µs | 1 | 3 | 5.00 | 900 µs | 1 |  |  |"
-    assert lines["xla.jit"] == "| `xla.jit` | 128 µs‡ | 6.25 |  |  |  |  |  |  |"
-    assert lines["cuda.vectorized"] == "| `cuda.vectorized` | 64 µs | 12.5 |  |  | 90 µs | 10 |  |  |"
+    assert lines["torch.naive"] == "| `torch.naive` | 800 µs | 1 | 3 | 5.00 | 900 µs | 1 | – |  |"
+    assert lines["xla.jit"] == "| `xla.jit` | 128 µs‡ | 6.25 | – |  |  |  |  |  |"
+    assert lines["cuda.vectorized"] == "| `cuda.vectorized` | 64 µs | 12.5 | – |  | 90 µs | 10 | – |  |"
     assert "launched call by call" in written
+    assert written.endswith("– not counted yet.")
+    elsewhere = {**key, "gpu": "GPU 2", "pass": "forward", **counted, "backend": "xla.jit"}
+    counters.file_beside(tmp_path / "gpu-2.jsonl").write_text(json.dumps(elsewhere) + "\n")
+    written = fusion.write(path, rows_of(67.0))
+    assert "| `xla.jit` | 128 µs‡ | 6.25 | 3§ | 5.00 |" in written
+    assert written.endswith("§ counted on GPU 2; – not counted yet.")
     assert fusion.write(path, []) == ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -204,3 +205,18 @@ def test_rows_of_a_gpu_have_clocks_and_graphs(tmp_path, gpu_memory):
     found = store.read(path)
     assert all(row.graph for row in found)
     assert source is None or any((row.clock_mhz or 0) > 100 for row in found), reason
+
+
+def test_no_lock_is_left_and_a_removed_one_holds_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr(store.tempfile, "tempdir", str(tmp_path))
+    rows = tmp_path / "rows.jsonl"
+    with store.writing(rows):
+        (lock,) = tmp_path.glob("*.lock")
+        waiting = lock.open("w")  # as a process that has opened the lock, and takes it once it is free
+        with pytest.raises(store.ResultsError, match="another process is writing"), store.writing(rows):
+            pass
+    assert not list(tmp_path.glob("*.lock"))
+    fcntl.flock(waiting, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with store.writing(rows):
+        assert not store._is_at(waiting, lock)
+    waiting.close()

@@ -55,6 +55,16 @@ def test_distance_is_that_of_smoothed_curves(example):
     assert example.distance(jumps, example.Run(losses=[2.5, 4.5] * 50)) == pytest.approx(1.5)
 
 
+def test_a_curve_farther_from_float32_than_eager_bfloat16_is_astray(example):
+    def run(away):
+        return example.Run(losses=[3.0 - step / 100 + away for step in range(100)])
+
+    runs = {example.REFERENCE: run(0.0), "torch": run(0.01), "triton": run(0.014), "cuda": run(-0.016)}
+    assert example.astray(runs) == ["cuda"]
+    assert example.astray({**runs, "xla": run(float("nan"))}) == ["cuda", "xla"]
+    assert example.astray({name: each for name, each in runs.items() if name != "torch"}) == []
+
+
 def test_the_command(example, tmp_path, capsys):
     sizes = ["--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--batch", "2", "--steps", "2"]
     picture = tmp_path / "curves.png"

@@ -33,6 +33,17 @@ def test_the_readmes_code_runs(index, scratch_table):
     exec(compile(PYTHON[index], f"README.md, block {index}", "exec"), {})
 
 
+def test_the_compilers_answer_in_lesson_7(capsys):
+    """Which of two spellings it finds is of a version, which the lesson names."""
+    if not torch.__version__.startswith("2.13") or DEVICE.type != "cpu":
+        pytest.skip(f"the lesson's answer is of a CPU with PyTorch 2.13, this is {torch.__version__} on {DEVICE.type}")
+    lesson = (ROOT / "docs" / "lessons" / "7-compile.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", lesson, re.MULTILINE | re.DOTALL)
+    assert "The first, on a CPU with PyTorch 2.13." in lesson
+    exec(compile(block, "docs/lessons/7-compile.md", "exec"), {})
+    assert capsys.readouterr().out.split() == ["1", "0"]
+
+
 def test_the_readmes_variant_agrees(scratch_table):
     (example,) = (block for block in PYTHON if "register(" in block)
     before = set(kernel_ladder.backends("gelu"))

@@ -6,7 +6,8 @@ Predicts  The bytes and products of `flash`; the registers of its addresses go t
 Limit now All warps wait together: softmax and tensor cores take turns.
 Next      `warp_specialized`: a producer warp fetches, and softmax overlaps the products.
 
-The loop over keys is that of `flash`. Shared openly with `warp_specialized`: what may be described, and the arguments.
+The loop over keys is that of `flash`, and so is the backward pass (`backward.py`). Shared openly with
+`warp_specialized`: what may be described, and the arguments.
 """
 
 from __future__ import annotations
