@@ -9,6 +9,8 @@
 - ``{{ ratio OP RUNG OTHER ... }}`` becomes the time of OTHER over that of RUNG.
 - ``{{ counter OP RUNG NAME "SHAPE" [DTYPE] [PASS] }}`` becomes a hardware counter, by the heading that tables in
   ``docs/climb/`` give it.
+- ``{{ kernels OP RUNG "SHAPE" [DTYPE] [PASS] }}`` becomes a table of a call's kernels: time, DRAM bytes and their rate, as
+  Nsight Compute counted them.
 - ``{{ ceiling copy }}`` and ``{{ ceiling tensor }}`` become the highest rates that a copy, and a product in bfloat16,
   reached. ``{{ least copy N [N…] }}`` becomes the time that as many bytes as the numbers' product take at that rate, and
   ``{{ least tensor N [N…] }}`` that of as many operations. ``{{ part tensor N OP RUNG ... }}`` becomes that time's share of a
@@ -45,6 +47,7 @@ import figures
 import predictions
 from figures.rows import ROOT, ROWS, best_ceiling, rows  # finds the packages at the top of the repository
 
+from bench.profile import counters  # isort: skip
 from bench.rows.renamed import current  # isort: skip
 from bench.show import climb_counters, dynamic, markdown  # isort: skip
 from bench.show.table import microseconds  # isort: skip
@@ -53,7 +56,7 @@ from kernel_ladder.inspection import failures  # isort: skip
 #: What stands for a time that no committed row has.
 UNMEASURED = "*not yet in the committed rows*"
 DIRECTIVE = re.compile(
-    r"\{\{ *(source|us\??|peak\??|host\??|compile\??|share\??|ratio|counter\??|ceiling|least|part|machine|table|figure|predict) ([^}]*?) *\}\}"
+    r"\{\{ *(source|us\??|peak\??|host\??|compile\??|share\??|ratio|counter\??|kernels|ceiling|least|part|machine|table|figure|predict) ([^}]*?) *\}\}"
 )
 FIGURE = re.compile(r'<svg data-figure="(\w+)"></svg>')
 PICTURE = re.compile(r"\]\((?:\.\./)+bench/results/pictures/([\w.-]+\.svg)\)")
@@ -340,10 +343,31 @@ def counter(kind: str, op: str, rung: str, name: str, *call: str) -> str:
     return f'<span title="{_counted_on(op, rung, *call) or "of the GPU of the times"}">{_COLUMN[name][1].format(value)}</span>'
 
 
+def kernels(op: str, rung: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> str:
+    """A table of the kernels of a call, in the order in which they ran."""
+    call = (op, rung, pass_, dtype, shape)
+    for path in sorted(ROWS.parent.glob(f"*{counters.SUFFIX}"), key=lambda path: path != counters.file_beside(ROWS)):
+        for row in counters.read(path):
+            if tuple(row[name] for name in counters.KEY if name != "gpu") == call:
+                lines = [
+                    [
+                        f"`{kernel['short']}`",
+                        microseconds(kernel["us"]),
+                        f"{kernel['dram_bytes'] / 1e6:,.0f} MB",
+                        f"{kernel['dram_bytes'] / kernel['us'] / 1e6:.2f} TB/s",
+                    ]
+                    for kernel in row["kernels"]
+                ]
+                table = markdown.grid(["kernel", "time", "DRAM bytes", "rate"], lines, [False, True, True, True])
+                return f"{html.unescape(table)}\n\nCounted on {_where(row)}."  # code takes no entities
+    raise LookupError(f"no kernels of {_call(op, rung, shape, dtype, pass_)} were counted")
+
+
 #: Markers whose arguments a function of their own takes.
 MADE: dict[str, Callable[..., str]] = {
     "figure": figure,
     "table": table,
+    "kernels": kernels,
     "ratio": ratio,
     "ceiling": ceiling,
     "least": least,

@@ -109,4 +109,3 @@ def _angle(axes: Any) -> float:
     per_x = box.width * width / math.log(x1 / x0)
     per_y = box.height * height / math.log(y1 / y0)
     return math.degrees(math.atan2(per_y, per_x))
-
