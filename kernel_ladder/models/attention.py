@@ -11,6 +11,7 @@ import torch
 from kernel_ladder import ops
 from kernel_ladder.models import dropping
 from kernel_ladder.models.masks import CausalWindow, build_mask
+from kernel_ladder.nn.arguments import check_mask
 from kernel_ladder.semantics.masks import NO_WINDOW
 
 #: The name under which transformers finds this attention.
@@ -79,6 +80,7 @@ def attention_forward(
     ``position_bias`` (T5), which broadcasts to ``(B, H, S_q, S_k)``, is added to the scores and has its gradient.
 
     Raises:
+        TypeError: a mask is neither boolean nor floating-point.
         ValueError: an argument that changes scores in another way.
     """
     if more.get("softcap") is not None:
@@ -96,6 +98,8 @@ def attention_forward(
         if attention_mask.size < query.shape[2]:
             window = (attention_mask.size - 1, 0)
         attention_mask, is_causal = None, True
+    if attention_mask is not None:
+        check_mask(f"attn_implementation={NAME!r}", "attention_mask", attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = query.shape[2] > 1 and attention_mask is None and causal
     if causal and key.shape[2] > query.shape[2]:  # the first tokens of a static cache, whose other places are empty

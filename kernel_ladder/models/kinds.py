@@ -12,7 +12,9 @@ import torch
 
 from kernel_ladder import ops
 from kernel_ladder.models import dropping
+from kernel_ladder.nn.arguments import check_mask
 from kernel_ladder.nn.attention import MultiheadAttention
+from kernel_ladder.nn.norms import beside
 
 
 class Patched:
@@ -25,6 +27,8 @@ class Patched:
     ELSE: ClassVar[str] = "computes something else"
     #: Whether the numbers of the two forward passes are compared.
     PROBED: ClassVar[bool] = True
+    #: Whether they are compared on 16 bits beside float32 weights as well.
+    MIXED: ClassVar[bool] = False
 
     _backend: str | None
 
@@ -94,13 +98,14 @@ class TorchRMSNorm(Patched):
         return type(module) is torch.nn.RMSNorm
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return ops.rms_norm(x, self.normalized_shape, self.weight, self.eps, backend=self._backend)
+        weight = beside(x, self.weight)
+        return ops.rms_norm(x, self.normalized_shape, weight, self.eps, backend=self._backend)
 
 
 class RMSNorm(Patched):
-    """Llama's: the weight multiplies the rounded row, so a float32 weight gives a float32 result."""
+    """Llama's: the weight multiplies the rounded row, so a wider weight gives a wider result."""
 
-    OPS, BY = ("rms_norm",), "rms_norm"
+    OPS, BY, MIXED = ("rms_norm",), "rms_norm", True
 
     @classmethod
     def takes(cls, module: Any) -> bool:
@@ -112,9 +117,17 @@ class RMSNorm(Patched):
         return (3, *module.weight.shape), module.weight
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        w = self.weight
-        y = ops.rms_norm(hidden_states, tuple(w.shape), w, _eps_of(self), backend=self._backend)
+        x, w = hidden_states, self.weight
+        y = ops.rms_norm(x, tuple(w.shape), beside(x, w), _eps_of(self), backend=self._backend)
         return y if y.dtype == w.dtype else y.to(torch.promote_types(y.dtype, w.dtype))
+
+
+class RoundedRMSNorm(RMSNorm):
+    """gpt-oss's: the product with the weight is rounded, so the result has the input's dtype."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        x, w = hidden_states, self.weight
+        return ops.rms_norm(x, tuple(w.shape), beside(x, w), _eps_of(self), backend=self._backend)
 
 
 class T5LayerNorm(RMSNorm):
@@ -144,7 +157,7 @@ class UnitOffsetRMSNorm(RMSNorm):
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         w = 1.0 + self.weight.float()
-        return ops.rms_norm(x, tuple(w.shape), w, _eps_of(self), backend=self._backend)
+        return ops.rms_norm(x, tuple(w.shape), beside(x, w), _eps_of(self), backend=self._backend)
 
 
 def _eps_of(module: Any) -> float | None:
@@ -304,6 +317,9 @@ class Attention(Patched):
         attn_mask: Any = None, average_attn_weights: bool = True, is_causal: bool = False,
     ) -> Any:  # fmt: skip
         if need_weights:
+            for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+                if mask is not None:
+                    check_mask("MultiheadAttention", name, mask)
             return super().forward(  # type: ignore[misc]
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
@@ -333,5 +349,6 @@ class CrossEntropyLoss(Patched):
 #: The kinds in the order in which a module is tried: blocks before their parts.
 KINDS: tuple[type[Patched], ...] = (
     GatedMLP, JoinedGatedMLP, GeluMLP, GeluTanhMLP, GeluIntermediate, GeluTanhIntermediate, Attention, LayerNorm,
-    TorchRMSNorm, RMSNorm, UnitOffsetRMSNorm, T5LayerNorm, Gelu, GeluTanh, Linear, Conv1D, CrossEntropyLoss,
+    TorchRMSNorm, RMSNorm, RoundedRMSNorm, UnitOffsetRMSNorm, T5LayerNorm, Gelu, GeluTanh, Linear, Conv1D,
+    CrossEntropyLoss,
 )  # fmt: skip

@@ -167,6 +167,10 @@ def _patch_module(name: str, module: torch.nn.Module, backend: str, found: Repor
         # PyTorch's fast path for inference would bypass the layer's modules.
         undo["modules"].append((module, {"activation_relu_or_gelu": module.activation_relu_or_gelu}))
         module.activation_relu_or_gelu = 0
+    if isinstance(module, torch.nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
+        # It would give its layers nested tensors, which only that fast path takes.
+        undo["modules"].append((module, {"use_nested_tensor": module.use_nested_tensor}))
+        module.use_nested_tensor = False
     if not kinds:
         has_weights = any(True for _ in module.parameters(recurse=False))
         if of_class(module, *NOTABLE) and has_weights and kept.why(module, None) is None:
@@ -206,7 +210,8 @@ def _differs(kind: type[Patched], module: Any) -> str | None:
     """Why a kind's forward pass is not the module's, or None: both on a small input.
 
     First in the module's dtype, whose result must have the same dtype. A tolerance of 16 bits cannot tell functions as
-    near as SiLU and GELU, so such modules are compared in float32 as well.
+    near as SiLU and GELU, so such modules are compared in float32 as well. A norm's kind also says which dtype the
+    result has of 16 bits beside float32 weights, unless the module takes none.
     """
     shape, like = kind.probe(module)
     device, dtype = ("cpu", torch.float32) if like is None else (like.device, like.dtype)
@@ -220,12 +225,25 @@ def _differs(kind: type[Patched], module: Any) -> str | None:
         if why is None and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps:
             with _in_float32(module):
                 why = _compare(kind, module, x.float())
+        if why is None and kind.MIXED:
+            with _in_float32(module):
+                why = _compare(kind, module, x.bfloat16()) if _takes(module, x.bfloat16()) else None
     except Exception as error:
         why = f"could not be tried on a small input: {type(error).__name__}: {error}"
     finally:
         for part, mode in modes:
             part.training = mode
     return why
+
+
+@torch.no_grad()
+def _takes(module: Any, x: torch.Tensor) -> bool:
+    """Whether a module's own forward pass takes an input."""
+    try:
+        type(module).forward(module, x)
+    except Exception:
+        return False
+    return True
 
 
 def _compare(kind: type[Patched], module: Any, x: torch.Tensor) -> str | None:
@@ -244,7 +262,8 @@ def _compare(kind: type[Patched], module: Any, x: torch.Tensor) -> str | None:
     scale = expected.double().abs().max().item()
     if scale == 0:
         return "returns zeros on a small input, so its numbers cannot be compared"
-    close = (found.double() - expected.double()).abs().max().item() <= 16 * torch.finfo(x.dtype).eps * scale
+    eps = max(torch.finfo(dtype).eps for dtype in (x.dtype, found.dtype))
+    close = (found.double() - expected.double()).abs().max().item() <= 16 * eps * scale
     return None if close else kind.ELSE
 
 

@@ -5,7 +5,8 @@ takes ``backend=`` besides, which is checked when it is set, and which defaults 
 (:func:`kernel_ladder.use`). Imported on demand: ``import kernel_ladder.nn``.
 """
 
-from kernel_ladder.nn.attention import GroupedQueryAttention, KVCache, MultiheadAttention
+from kernel_ladder.nn.attention import GroupedQueryAttention, MultiheadAttention
+from kernel_ladder.nn.cache import KVCache
 from kernel_ladder.nn.cross_entropy import CrossEntropy
 from kernel_ladder.nn.dropout import Dropout
 from kernel_ladder.nn.linear import GELU, Linear

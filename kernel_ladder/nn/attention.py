@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kernel_ladder import ops
-from kernel_ladder.nn.backend import HasBackend, HasParts, only
+from kernel_ladder.nn.arguments import as_size, check_dtype, check_mask, check_shape, only
+from kernel_ladder.nn.backend import HasBackend, HasParts
+from kernel_ladder.nn.cache import KVCache
 from kernel_ladder.nn.linear import Linear
 from kernel_ladder.nn.paged_cache import PagedKVCache, Places
 from kernel_ladder.nn.rotary import table_of
+from kernel_ladder.ops.calls import as_number
 from kernel_ladder.semantics.masks import NO_WINDOW, band, seen
+
+#: The widest head that attention's operations take.
+MAX_HEAD_DIM = 256
+
+
+def _head_dim(module: str, embed_dim: int, num_heads: int, otherwise: str = "") -> int:
+    """The width of heads that share `embed_dim`. `otherwise` is what the message adds."""
+    if embed_dim % num_heads:
+        raise ValueError(
+            f"{module}: argument `num_heads` must divide `embed_dim`{otherwise}, got {num_heads} and {embed_dim}"
+        )
+    return embed_dim // num_heads
+
+
+def _check_head_dim(module: str, name: str, head_dim: int) -> None:
+    """Raise unless attention takes heads of this width, which an argument gives."""
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"{module}: argument `{name}` must give heads at most {MAX_HEAD_DIM} wide, got {head_dim}")
 
 
 class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
@@ -23,7 +44,7 @@ class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
     ``need_weights=False`` where they are not used. They are never dropped.
 
     Args:
-        embed_dim, num_heads: width of queries and output, and heads that share it.
+        embed_dim, num_heads: width of queries and output, and heads that share it, each at most 256 wide.
         dropout: must be 0. bias: whether projections have biases.
         add_bias_kv, add_zero_attn: must be False.
         kdim, vdim: widths of keys and values; None is `embed_dim`.
@@ -54,6 +75,10 @@ class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
         only(name, "dropout", dropout, 0.0, "attention weights are not dropped here")
         only(name, "add_bias_kv", add_bias_kv, False, "keys and values are those of the call")
         only(name, "add_zero_attn", add_zero_attn, False, "keys and values are those of the call")
+        embed_dim, num_heads = as_size(name, "embed_dim", embed_dim), as_size(name, "num_heads", num_heads)
+        _check_head_dim(name, "num_heads", _head_dim(name, embed_dim, num_heads))
+        kdim, vdim = as_size(name, "kdim", kdim, optional=True), as_size(name, "vdim", vdim, optional=True)
+        check_dtype(name, dtype)
         super().__init__(
             embed_dim, num_heads, 0.0, bias, False, False, kdim, vdim, batch_first, device, dtype
         )  # fmt: skip
@@ -92,10 +117,11 @@ class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
 
         Args:
             query, key, value: ``(S, B, E)``, ``(B, S, E)`` if `batch_first`, or ``(S, E)``.
-            key_padding_mask: ``(B, S_k)``, True where a key is hidden, or numbers that are added to scores.
+            key_padding_mask: ``(B, S_k)``, or ``(S_k,)`` without B. Boolean, True where a key is hidden, or
+                floating-point numbers that are added to scores.
             need_weights: also return the weights, which costs a second product of queries and keys, and their memory.
-            attn_mask: ``(S_q, S_k)`` or ``(B · num_heads, S_q, S_k)``, True where a key is hidden, or numbers that are
-                added to scores.
+            attn_mask: ``(S_q, S_k)`` or ``(B · num_heads, S_q, S_k)``, without B ``(num_heads, S_q, S_k)``. Boolean or
+                floating-point, likewise.
             average_attn_weights: return the mean of the heads' weights.
             is_causal: as a hint that `attn_mask` is causal, as in PyTorch; without a mask, query i sees keys 0 … i.
 
@@ -103,7 +129,12 @@ class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
             The output in the layout of `query`, and the weights ``(B, S_q, S_k)``, or ``(B, num_heads, S_q, S_k)`` if
             not averaged, without B for a query without it; None unless `need_weights`. A query that sees no key gives
             zeros in both, where PyTorch gives NaN.
+
+        Raises:
+            TypeError: an argument is no tensor, or a mask is neither boolean nor floating-point.
+            ValueError: a shape does not fit.
         """
+        _check_call(self, query, key, value, key_padding_mask, attn_mask)
         swap = query.dim() == 3 and not self.batch_first
         same = query is key and key is value
         if swap:
@@ -127,13 +158,40 @@ class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
         return self._with_backend(f"{self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}")
 
 
+def _check_call(layer: Any, query: Any, key: Any, value: Any, key_padding_mask: Any, attn_mask: Any) -> None:
+    """Raise unless the arguments of a call fit a layer, whether it is :class:`MultiheadAttention` or PyTorch's."""
+    name, batched = "MultiheadAttention", ("B", "S", "E") if layer.batch_first else ("S", "B", "E")
+    order = ("S", "E") if isinstance(query, torch.Tensor) and query.dim() == 2 else batched
+    dims: dict[str, int | None] = dict.fromkeys(order)
+    check_shape(name, "query", query, {**dims, "E": layer.embed_dim}, " or (S, E)")
+    sizes = dict(zip(order, query.shape, strict=True))
+    if len(order) == 3:
+        dims["B"] = sizes["B"]
+    check_shape(name, "key", key, {**dims, "E": layer.kdim})
+    dims["S"] = key.shape[order.index("S")]
+    check_shape(name, "value", value, {**dims, "E": layer.vdim})
+    if key_padding_mask is not None:
+        check_mask(name, "key_padding_mask", key_padding_mask)
+        of_batch = {"B": dims["B"]} if len(order) == 3 else {}
+        check_shape(name, "key_padding_mask", key_padding_mask, {**of_batch, "S_k": dims["S"]})
+    if attn_mask is not None:
+        check_mask(name, "attn_mask", attn_mask)
+        lengths = {"S_q": sizes["S"], "S_k": dims["S"]}
+        if attn_mask.dim() == 2:
+            check_shape(name, "attn_mask", attn_mask, lengths)
+        else:
+            heads = "B · num_heads" if len(order) == 3 else "num_heads"
+            of_heads = {heads: sizes.get("B", 1) * layer.num_heads, **lengths}
+            check_shape(name, "attn_mask", attn_mask, of_heads, " or (S_q, S_k)")
+
+
 def _mask(
     attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
 ) -> torch.Tensor | None:
     """Both masks as one of :func:`kernel_ladder.attention`: True where a key is seen, or added to scores."""
     masks = []
     if attn_mask is not None:
-        masks.append(attn_mask.unflatten(0, q.shape[:2]) if attn_mask.dim() == 3 else attn_mask)
+        masks.append(attn_mask.unflatten(0, q.shape[:2]) if attn_mask.dim() == 3 and q.dim() == 4 else attn_mask)
     if key_padding_mask is not None:
         masks.append(key_padding_mask if q.dim() == 3 else key_padding_mask[:, None, None, :])
     if not masks:
@@ -160,43 +218,6 @@ def _weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_cau
     return scores.masked_fill(sees_nothing, 0).softmax(-1).masked_fill(sees_nothing, 0)
 
 
-class KVCache:
-    """Keys and values of the tokens before, in memory allocated once: ``(B, H_kv, max_length, D)`` each.
-
-    Args:
-        batch_size, num_kv_heads, max_length, head_dim: sizes.
-        device, dtype: of the memory.
-    """
-
-    def __init__(
-        self,
-        batch_size: int,
-        num_kv_heads: int,
-        max_length: int,
-        head_dim: int,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        shape = (batch_size, num_kv_heads, max_length, head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.length = 0
-
-    def update(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values, ``(B, H_kv, S, D)``, and return all so far, as views."""
-        end = self.length + key.shape[-2]
-        if end > self.keys.shape[-2]:
-            raise ValueError(f"KVCache: {end} tokens do not fit in a cache of max_length {self.keys.shape[-2]}")
-        self.keys[:, :, self.length : end] = key
-        self.values[:, :, self.length : end] = value
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def reset(self) -> None:
-        """Forget all tokens; the memory stays."""
-        self.length = 0
-
-
 class GroupedQueryAttention(HasParts):
     """Causal self-attention whose query heads share keys and values, with Llama's parameter names.
 
@@ -206,17 +227,17 @@ class GroupedQueryAttention(HasParts):
     Args:
         embed_dim: width of input and output.
         num_heads: query heads. num_kv_heads: key and value heads, a divisor of `num_heads`; None is as many.
-        head_dim: width of a head; None is ``embed_dim / num_heads``.
+        head_dim: width of a head, at most 256; None is ``embed_dim / num_heads``.
         bias: whether the four projections have biases.
-        window_size: keys that a query sees before its own; None is all.
+        window_size: keys that a query sees before its own; None or -1 is all.
         device, dtype: of the parameters.
         rope_theta: base of the angles, 10000 in Llama 2, as in Hugging Face's configurations; None rotates nothing.
         max_position_embeddings: positions in the table of angles.
         backend: see :func:`kernel_ladder.use`; None leaves the choice to each call.
 
     Raises:
-        ValueError: `num_kv_heads`, `num_heads`, `rope_theta`, `max_position_embeddings` or a rotated `head_dim` does
-            not fit.
+        TypeError: a size is no int, or `rope_theta` no number.
+        ValueError: a size, `num_kv_heads`, `num_heads`, `rope_theta` or a rotated `head_dim` does not fit.
 
     Source: Ainslie et al., GQA, arXiv:2305.13245.
     """
@@ -239,22 +260,22 @@ class GroupedQueryAttention(HasParts):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.rope_theta, self.max_position_embeddings = rope_theta, max_position_embeddings
+        name = "GroupedQueryAttention"
+        embed_dim, num_heads = as_size(name, "embed_dim", embed_dim), as_size(name, "num_heads", num_heads)
+        kv_heads = as_size(name, "num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        head_dim = as_size(name, "head_dim", head_dim, optional=True)
+        self.window_size = as_size(name, "window_size", window_size, -1, optional=True)
+        self.max_position_embeddings = as_size(name, "max_position_embeddings", max_position_embeddings)
+        self.rope_theta = None if rope_theta is None else as_number(rope_theta)
         self.backend = backend
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads % kv_heads:
-            raise ValueError(
-                "GroupedQueryAttention: argument `num_kv_heads` must divide `num_heads`, "
-                f"got {kv_heads} and {num_heads}"
-            )
-        if head_dim is None and embed_dim % num_heads:
-            raise ValueError(
-                f"GroupedQueryAttention: argument `num_heads` must divide `embed_dim` unless `head_dim` is given, "
-                f"got {num_heads} and {embed_dim}"
-            )
+            raise ValueError(f"{name}: argument `num_kv_heads` must divide `num_heads`, got {kv_heads} and {num_heads}")
+        if head_dim is None:
+            self.head_dim = _head_dim(name, embed_dim, num_heads, " unless `head_dim` is given")
+        else:
+            self.head_dim = head_dim
+        _check_head_dim(name, "num_heads" if head_dim is None else "head_dim", self.head_dim)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
-        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        self.window_size = window_size
         if rope_theta is not None:
             self._check_rotation()
         more = {"bias": bias, "device": device, "dtype": dtype, "backend": backend}
@@ -265,11 +286,11 @@ class GroupedQueryAttention(HasParts):
         self._freqs_cis = self._table()
 
     def _check_rotation(self) -> None:
-        name, positions = "GroupedQueryAttention", self.max_position_embeddings
-        if not self.rope_theta or not 0 < self.rope_theta < math.inf:
-            raise ValueError(f"{name}: argument `rope_theta` must be above 0 and finite, got {self.rope_theta}")
-        if positions < 1:
-            raise ValueError(f"{name}: argument `max_position_embeddings` must be 1 or more, got {positions}")
+        name, theta = "GroupedQueryAttention", self.rope_theta
+        if isinstance(theta, bool) or not isinstance(theta, (int, float)):
+            raise TypeError(f"{name}: argument `rope_theta` must be a number or None, got {type(theta).__name__}")
+        if not 0 < theta <= sys.float_info.max:
+            raise ValueError(f"{name}: argument `rope_theta` must be above 0 and finite, got {theta}")
         if self.head_dim % 2:
             raise ValueError(f"{name}: argument `head_dim` must be even to be rotated, got {self.head_dim}")
 
@@ -335,6 +356,7 @@ class GroupedQueryAttention(HasParts):
             places: of a paged cache, what its ``reserve(S, sequences)`` returned: then `sequences` is None here. Inside
                 ``torch.compile`` pass it as an argument: without it, each call leaves the graph to make the tables.
         """
+        check_shape("GroupedQueryAttention", "x", x, {"B": None, "S": None, "E": self.embed_dim})
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         window = (-1, -1) if self.window_size is None else (self.window_size, -1)
         if isinstance(cache, PagedKVCache):
@@ -343,7 +365,7 @@ class GroupedQueryAttention(HasParts):
             elif sequences is not None:
                 raise ValueError("GroupedQueryAttention: argument `sequences` must be None where `places` is given")
             else:
-                cache.check_shapes(k, v, places.cache_seqlens.shape[0])
+                cache.check_places(k, v, places)
                 offsets = places.cache_seqlens
             q, k = self._rotated(q, k, 0 if offsets is None else -k.shape[-2], offsets)
             cache.write(k, v, places)

@@ -55,9 +55,3 @@ class HasParts(HasBackend, torch.nn.Module):
 
     def extra_repr(self) -> str:
         return self._with_backend("")
-
-
-def only(module: str, name: str, given: object, accepted: object, why: str) -> None:
-    """Raise unless an argument has the one value that a module takes."""
-    if given != accepted:
-        raise ValueError(f"{module}: argument `{name}` must be {accepted!r}, got {given!r}: {why}")

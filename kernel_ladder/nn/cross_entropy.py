@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from kernel_ladder import ops
-from kernel_ladder.nn.backend import HasBackend, only
+from kernel_ladder.nn.arguments import only
+from kernel_ladder.nn.backend import HasBackend
+from kernel_ladder.ops.calls import as_int, as_number
+from kernel_ladder.semantics.cross_entropy import check_options
 
 
 class CrossEntropy(HasBackend, torch.nn.CrossEntropyLoss):
@@ -42,6 +45,8 @@ class CrossEntropy(HasBackend, torch.nn.CrossEntropyLoss):
             )
         only("CrossEntropy", "size_average", size_average, None, "`reduction` takes its place")
         only("CrossEntropy", "reduce", reduce, None, "`reduction` takes its place")
+        ignore_index, label_smoothing, z_loss = as_int(ignore_index), as_number(label_smoothing), as_number(z_loss)
+        check_options("CrossEntropy", ignore_index, reduction, label_smoothing, z_loss)
         super().__init__(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         self.z_loss = z_loss
         self.backend = backend

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from kernel_ladder import ops
-from kernel_ladder.nn.backend import HasBackend, only
+from kernel_ladder.nn.arguments import only
+from kernel_ladder.nn.backend import HasBackend
+from kernel_ladder.ops.calls import as_number
+from kernel_ladder.semantics import philox
 
 
 @torch.compiler.disable
@@ -29,10 +32,10 @@ class Dropout(HasBackend, torch.nn.Dropout):
     OPS = ("dropout",)
 
     def __init__(self, p: float = 0.5, inplace: bool = False, *, backend: str | None = None) -> None:
-        super().__init__(p, inplace)
         only("Dropout", "inplace", inplace, False, "the result is a tensor of its own")
-        if p >= 1:
-            raise ValueError(f"Dropout: argument `p` must be at least 0 and less than 1, got {p}")
+        p = as_number(p)
+        philox.check("Dropout", p, seed=0)
+        super().__init__(p, inplace)
         self.backend = backend
 
     def forward(self, input: torch.Tensor, seed: int | None = None) -> torch.Tensor:

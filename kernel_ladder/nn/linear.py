@@ -7,10 +7,17 @@ from typing import Any
 import torch
 
 from kernel_ladder import ops
+from kernel_ladder.nn.arguments import as_size, check_dtype
 from kernel_ladder.nn.backend import HasBackend
 
 #: What :func:`kernel_ladder.linear` can apply to its product.
 ACTIVATIONS = (None, "gelu", "gelu_tanh")
+
+
+def check_approximate(module: str, approximate: object) -> None:
+    """Raise unless `approximate` names a form of GELU."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"{module}: argument `approximate` must be 'none' or 'tanh', got {approximate!r}")
 
 
 class Linear(HasBackend, torch.nn.Linear):
@@ -40,6 +47,9 @@ class Linear(HasBackend, torch.nn.Linear):
         if activation not in ACTIVATIONS:
             accepted = ", ".join(map(repr, ACTIVATIONS))
             raise ValueError(f"Linear: argument `activation` must be one of {accepted}, got {activation!r}")
+        in_features = as_size("Linear", "in_features", in_features, 0)
+        out_features = as_size("Linear", "out_features", out_features, 0)
+        check_dtype("Linear", dtype)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation, self.backend = activation, backend
 
@@ -62,6 +72,7 @@ class GELU(HasBackend, torch.nn.GELU):
     OPS = ("gelu",)
 
     def __init__(self, approximate: str = "none", *, backend: str | None = None) -> None:
+        check_approximate("GELU", approximate)
         super().__init__(approximate)
         self.backend = backend
 

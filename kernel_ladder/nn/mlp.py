@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from kernel_ladder import ops
+from kernel_ladder.nn.arguments import as_size
 from kernel_ladder.nn.backend import HasParts
-from kernel_ladder.nn.linear import Linear
+from kernel_ladder.nn.linear import Linear, check_approximate
 
 
 class SwigluMLP(HasParts):
@@ -40,7 +41,9 @@ class SwigluMLP(HasParts):
     ) -> None:
         super().__init__()
         self.backend = backend
-        out = in_features if out_features is None else out_features
+        in_features = as_size("SwigluMLP", "in_features", in_features, 0)
+        hidden_features = as_size("SwigluMLP", "hidden_features", hidden_features, 0)
+        out = as_size("SwigluMLP", "out_features", in_features if out_features is None else out_features, 0)
         more = {"bias": bias, "device": device, "dtype": dtype, "backend": backend}
         self.gate_proj = Linear(in_features, hidden_features, **more)  # type: ignore[arg-type]
         self.up_proj = Linear(in_features, hidden_features, **more)  # type: ignore[arg-type]
@@ -78,10 +81,11 @@ class GeluMLP(HasParts):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        if approximate not in ("none", "tanh"):
-            raise ValueError(f"GeluMLP: argument `approximate` must be 'none' or 'tanh', got {approximate!r}")
+        check_approximate("GeluMLP", approximate)
         self.backend = backend
-        out = in_features if out_features is None else out_features
+        in_features = as_size("GeluMLP", "in_features", in_features, 0)
+        hidden_features = as_size("GeluMLP", "hidden_features", hidden_features, 0)
+        out = as_size("GeluMLP", "out_features", in_features if out_features is None else out_features, 0)
         activation = "gelu" if approximate == "none" else "gelu_tanh"
         self.fc1 = Linear(in_features, hidden_features, bias, device, dtype, activation=activation, backend=backend)
         self.fc2 = Linear(hidden_features, out, bias, device, dtype, backend=backend)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from kernel_ladder.nn.arguments import as_size, check_dtype, check_shape
+from kernel_ladder.nn.cache import without_graph
+from kernel_ladder.ops.calls import as_int
 
 
 class Places(NamedTuple):
@@ -50,13 +54,13 @@ class PagedKVCache:
         dtype: torch.dtype | None = None,
         max_length: int | None = None,
     ) -> None:
-        for name, size in (("num_pages", num_pages), ("page_size", page_size), ("max_length", max_length)):
-            if size is not None and size < 1:
-                raise ValueError(f"PagedKVCache: argument `{name}` must be 1 or more, got {size}")
-        shape = (num_pages, page_size, num_kv_heads, head_dim)
+        sizes = {"num_pages": num_pages, "page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        shape = [as_size("PagedKVCache", name, size) for name, size in sizes.items()]
+        max_length = as_size("PagedKVCache", "max_length", max_length, optional=True)
+        check_dtype("PagedKVCache", dtype)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self._free = list(range(num_pages - 1, -1, -1))  # the next one last
+        self._free = list(range(shape[0] - 1, -1, -1))  # the next one last
         self._pages: dict[int, list[int]] = {}  # of each sequence, in the order of its tokens
         self._lengths: dict[int, int] = {}
         self._number = 0
@@ -83,8 +87,8 @@ class PagedKVCache:
 
     def lengths(self, sequences: Sequence[int] | None = None) -> torch.Tensor:
         """Tokens so far of some sequences, or of all: ``(B,)``, int32, as `offsets` of :func:`kernel_ladder.rope`."""
-        chosen = self.sequences if sequences is None else sequences
-        return torch.tensor([self.length(s) for s in chosen], dtype=torch.int32, device=self.keys.device)
+        given = [self._lengths[s] for s in self._all_known(sequences)]
+        return torch.tensor(given, dtype=torch.int32, device=self.keys.device)
 
     def add(self) -> int:
         """Begin a sequence without tokens, and return its number."""
@@ -93,9 +97,12 @@ class PagedKVCache:
         return self._number
 
     def free(self, sequence: int) -> None:
-        """End a sequence: its pages serve others."""
-        del self._lengths[self._known(sequence)]
+        """End a sequence: its pages serve others. The autograd graph ends with the last one."""
+        sequence = self._known(sequence)
+        del self._lengths[sequence]
         self._free += reversed(self._pages.pop(sequence))
+        if not self._lengths:
+            self.keys, self.values = without_graph(self.keys), without_graph(self.values)
 
     def reset(self) -> None:
         """End all sequences; the memory stays."""
@@ -118,10 +125,12 @@ class PagedKVCache:
             :func:`kernel_ladder.attention_paged`.
 
         Raises:
+            TypeError: an argument is no tensor, or a sequence no int.
             ValueError: shapes do not fit, a sequence is not there or named twice, a sequence would be longer than
                 `max_length`, or too few pages are free. Then nothing is changed.
         """
-        places = self.reserve(key.shape[2], self.check(key, value, sequences))
+        chosen = self.check(key, value, sequences)
+        places = self.reserve(key.shape[2], chosen)
         self.write(key, value, places)
         return places.block_table, places.cache_seqlens
 
@@ -132,8 +141,9 @@ class PagedKVCache:
         then compiles once for a number of tokens, and once more for any number of pages.
 
         Raises:
-            ValueError: as :meth:`update`; then nothing is changed.
+            TypeError: `new` is no int. ValueError: it is below 0, or as :meth:`update`. Then nothing is changed.
         """
+        new = as_size("PagedKVCache", "new", new, 0)
         chosen, size = self._chosen(sequences), self.page_size
         lengths = [self._lengths[s] + new for s in chosen]
         if self.max_length is not None and max(lengths, default=0) > self.max_length:
@@ -161,15 +171,31 @@ class PagedKVCache:
         )
 
     def write(self, key: torch.Tensor, value: torch.Tensor, places: Places) -> None:
-        """Store keys and values, ``(B, H_kv, S, D)``, at places that :meth:`reserve` gave, in the cache's dtype."""
+        """Store keys and values, ``(B, H_kv, S, D)``, at places that :meth:`reserve` gave, in the cache's dtype.
+
+        Raises:
+            TypeError, ValueError: as :meth:`check_places`. Then nothing is changed.
+        """
+        self.check_places(key, value, places)
         for memory, x in ((self.keys, key), (self.values, value)):
             memory.flatten(0, 1).index_copy_(0, places.rows, x.transpose(1, 2).flatten(0, 1).to(memory.dtype))
 
-    def _known(self, sequence: int) -> int:
+    def _known(self, given: Any) -> int:
+        sequence = as_int(given)
+        if type(sequence) is not int:
+            raise TypeError(f"PagedKVCache: a sequence is an int that `add` returned, got {type(given).__name__}")
         if sequence not in self._lengths:
             known = ", ".join(map(str, self.sequences)) or "none"
-            raise ValueError(f"PagedKVCache: there is no sequence {sequence!r}; there are {known}")
+            raise ValueError(f"PagedKVCache: there is no sequence {sequence}; there are {known}")
         return sequence
+
+    def _all_known(self, sequences: Any) -> tuple[int, ...]:
+        if sequences is None:
+            return self.sequences
+        if not isinstance(sequences, Iterable):
+            given = type(sequences).__name__
+            raise TypeError(f"PagedKVCache: argument `sequences` must be a sequence of ints or None, got {given}")
+        return tuple([self._known(s) for s in sequences])
 
     def check(self, key: torch.Tensor, value: torch.Tensor, sequences: Sequence[int] | None = None) -> tuple[int, ...]:
         """The sequences that :meth:`update` would append to. It raises as that does, except for too many tokens."""
@@ -178,20 +204,31 @@ class PagedKVCache:
         return chosen
 
     def check_shapes(self, key: torch.Tensor, value: torch.Tensor, batch: int) -> None:
-        """Raise ValueError unless keys and values are new tokens of `batch` sequences."""
+        """Raise TypeError or ValueError unless keys and values are new tokens of `batch` sequences."""
         _, _, heads, head_dim = self.keys.shape
-        for name, x in (("key", key), ("value", value)):
-            of_token = x.dim() == 4 and (x.shape[1], x.shape[3]) == (heads, head_dim)
-            if not of_token or x.shape[0] != batch or x.shape != key.shape:
-                raise ValueError(
-                    f"PagedKVCache: argument `{name}` must have shape (B, H_kv, S, D) = ({batch}, {heads}, S, "
-                    f"{head_dim}) for {batch} sequences, got {tuple(x.shape)}"
-                )
+        dims: dict[str, int | None] = {"B": batch, "H_kv": heads, "S": None, "D": head_dim}
+        check_shape("PagedKVCache", "key", key, dims, " for B sequences")
+        check_shape("PagedKVCache", "value", value, {**dims, "S": key.shape[2]}, " for B sequences")
+
+    def check_places(self, key: torch.Tensor, value: torch.Tensor, places: Places) -> None:
+        """Raise unless `places` are what :meth:`reserve` gave to as many tokens.
+
+        Raises:
+            TypeError: they are none. ValueError: shapes do not fit.
+        """
+        if not isinstance(places, Places):
+            given = type(places).__name__
+            raise TypeError(f"PagedKVCache: argument `places` must be Places, which `reserve` returns, got {given}")
+        self.check_shapes(key, value, places.cache_seqlens.shape[0])
+        batch, _, new, _ = key.shape
+        if places.rows.shape[0] != batch * new:
+            raise ValueError(
+                f"PagedKVCache: argument `places` must hold the {batch * new} tokens of `key`, {new} of each sequence, "
+                f"got {places.rows.shape[0]}"
+            )
 
     def _chosen(self, sequences: Sequence[int] | None) -> tuple[int, ...]:
-        chosen = self.sequences if sequences is None else tuple(sequences)
-        for sequence in chosen:
-            self._known(sequence)
+        chosen = self._all_known(sequences)
         if len(set(chosen)) != len(chosen):
             raise ValueError(f"PagedKVCache: argument `sequences` must name each sequence once, got {list(chosen)}")
         return chosen

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import kernel_ladder as kl
 from kernel_ladder import nn
 from kernel_ladder.errors import BackendError
+from torch_ref.attention import MAX_HEAD_DIM
 
 from ..conftest import DEVICE, skip_unless_available
 
@@ -91,8 +94,6 @@ def test_a_loss_without_weights_of_classes():
         nn.CrossEntropy(torch.ones(3))
     with pytest.raises(ValueError, match="argument `reduce` must be None, got True"):
         nn.CrossEntropy(reduce=True)
-    with pytest.raises(ValueError, match="'max'"):
-        nn.CrossEntropy(reduction="max")(torch.zeros(2, 3), torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("name", [*PAIRS, *OWN])
@@ -167,10 +168,69 @@ def test_what_modules_do_not_take():
         (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "`add_zero_attn` must be False"),
         (lambda: nn.GeluMLP(8, 8, approximate="erf"), "`approximate` must be 'none' or 'tanh', got 'erf'"),
         (lambda: nn.GroupedQueryAttention(8, 4, 3), "`num_kv_heads` must divide `num_heads`, got 3 and 4"),
-        (lambda: nn.GroupedQueryAttention(9, 4), "`num_heads` must divide `embed_dim`"),
+        (lambda: nn.GroupedQueryAttention(9, 4), "`num_heads` must divide `embed_dim` unless `head_dim` is given, got"),
+        (lambda: nn.GroupedQueryAttention(8, 0), "`num_heads` must be 1 or more, got 0"),
+        (lambda: nn.GroupedQueryAttention(16, -4), "`num_heads` must be 1 or more, got -4"),
+        (lambda: nn.GroupedQueryAttention(16, 4, 0), "`num_kv_heads` must be 1 or more, got 0"),
+        (lambda: nn.GroupedQueryAttention(16, 4, head_dim=0), "`head_dim` must be 1 or more, got 0"),
+        (lambda: nn.GroupedQueryAttention(16, 4, head_dim=257), "`head_dim` must give heads at most 256 wide, got 257"),
+        (lambda: nn.GroupedQueryAttention(16, 4, window_size=-2), "`window_size` must be -1 or more, got -2"),
+        (lambda: nn.MultiheadAttention(9, 4), "`num_heads` must divide `embed_dim`, got 4 and 9"),
+        (lambda: nn.MultiheadAttention(1024, 2), "`num_heads` must give heads at most 256 wide, got 512"),
+        (lambda: nn.GELU("tanhh"), "GELU: argument `approximate` must be 'none' or 'tanh', got 'tanhh'"),
+        (lambda: nn.CrossEntropy(reduction="max"), "CrossEntropy: argument `reduction` must be .*, got 'max'"),
+        (lambda: nn.CrossEntropy(z_loss=-1), "`z_loss` must be at least 0 and finite, got -1"),
+        (lambda: nn.CrossEntropy(label_smoothing=3.0), "`label_smoothing` must be from 0 to 1, got 3.0"),
+        (lambda: nn.RMSNorm(8, eps=float("inf")), "RMSNorm: argument `eps` must be finite, got inf"),
+        (lambda: nn.LayerNorm(()), r"LayerNorm: argument `normalized_shape` must be one size or more, .*, got \(\)"),
+        (lambda: nn.RMSNorm([8, -1]), r"`normalized_shape` must be one size or more, of at least 0, got \(8, -1\)"),
+        (lambda: nn.Linear(-1, 2), "Linear: argument `in_features` must be 0 or more, got -1"),
+        (lambda: nn.KVCache(1, 2, 0, 4), "KVCache: argument `max_length` must be 1 or more, got 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             make_wrong()
+    assert nn.attention.MAX_HEAD_DIM == MAX_HEAD_DIM
+
+
+def test_arguments_of_a_wrong_type():
+    for make_wrong, message in [
+        (lambda: nn.GroupedQueryAttention(16, 4.0), "`num_heads` must be an int, got float"),
+        (lambda: nn.GroupedQueryAttention(16, 4, rope_theta="1e4"), "`rope_theta` must be a number or None, got str"),
+        (lambda: nn.GroupedQueryAttention(16, 4, max_position_embeddings=8.5), "`max_position_embeddings` must be an"),
+        (lambda: nn.GroupedQueryAttention(16, 4, window_size=1.5), "`window_size` must be an int or None, got float"),
+        (lambda: nn.MultiheadAttention(16, 4, kdim=8.0), "`kdim` must be an int or None, got float"),
+        (lambda: nn.CrossEntropy(z_loss="a"), "CrossEntropy: argument `z_loss` must be a number, got str"),
+        (lambda: nn.CrossEntropy(ignore_index=None), "`ignore_index` must be an int, got NoneType"),
+        (lambda: nn.Dropout("a"), "Dropout: argument `p` must be a number, got str"),
+        (lambda: nn.LayerNorm(8, eps=None), "LayerNorm: argument `eps` must be a number, got NoneType"),
+        (lambda: nn.RMSNorm("ab"), "`normalized_shape` must be an int or a sequence of ints, got 'ab'"),
+        (lambda: nn.SwigluMLP(8, 16.0), "SwigluMLP: argument `hidden_features` must be an int, got float"),
+        (lambda: nn.GeluMLP(8, 16, "8"), "GeluMLP: argument `out_features` must be an int, got str"),
+        (lambda: nn.Linear(2, 2, dtype=torch.complex64), "`dtype` is complex64; accepted are float16, .* and None"),
+        (lambda: nn.KVCache(1, 2, 8, 4.0), "KVCache: argument `head_dim` must be an int, got float"),
+        (lambda: nn.KVCache(1, 2, 8, 4, dtype=torch.int32), "KVCache: argument `dtype` is int32; accepted are"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            make_wrong()
+
+
+def test_numbers_of_numpy_are_taken():
+    numpy = pytest.importorskip("numpy")
+    eight, half = numpy.int64(8), numpy.float32(0.5)
+    modules = nn.RMSNorm(eight, eps=half), nn.GroupedQueryAttention(eight, numpy.int32(2)), nn.Dropout(half)
+    x = torch.randn(1, 3, 8)
+    assert all(module(x).shape == x.shape for module in modules)
+    assert "z_loss=0.5" in repr(nn.CrossEntropy(z_loss=half))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_norm_of_inputs_of_another_dtype(dtype):
+    """As PyTorch's, whose result has the input's dtype."""
+    plain, ours = (make(8, dtype=torch.bfloat16) for make in (torch.nn.RMSNorm, nn.RMSNorm))
+    torch.nn.init.normal_(plain.weight, 1.0, 0.5)
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 8).to(dtype)
+    torch.testing.assert_close(ours(x), plain(x))
 
 
 def test_dropout_follows_pytorchs_generator():
@@ -219,6 +279,74 @@ def test_multihead_attention(kind, mask, batch_first):
     assert torch.equal(alone, found[0])
 
 
+@pytest.mark.parametrize("queries", [1, 4])
+def test_a_mask_of_each_head_without_a_batch(queries):
+    plain, ours = (make(32, 4) for make in (torch.nn.MultiheadAttention, nn.MultiheadAttention))
+    ours.load_state_dict(plain.state_dict())
+    q, kv = torch.randn(queries, 32), torch.randn(5, 32)
+    added = torch.randn(4, queries, 5)
+    for mask in (added, added > 1):
+        expected = plain(q, kv, kv, attn_mask=mask, average_attn_weights=False)
+        found = ours(q, kv, kv, attn_mask=mask, average_attn_weights=False)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        alone, _ = ours(q, kv, kv, attn_mask=mask, need_weights=False)
+        assert torch.equal(alone, found[0])
+
+
+def test_masks_that_multihead_attention_does_not_take():
+    """Integers, which PyTorch refuses too, would be added to the scores."""
+    layer, x = nn.MultiheadAttention(16, 4, batch_first=True), torch.zeros(2, 5, 16)
+    for mask, shape in (("attn_mask", (5, 5)), ("key_padding_mask", (2, 5))):
+        for dtype in (torch.int64, torch.uint8):
+            with pytest.raises(
+                TypeError, match=f"`{mask}` has dtype {dtype}; accepted are bool and".replace("torch.", "")
+            ):
+                layer(x, x, x, **{mask: torch.ones(shape, dtype=dtype)})
+        with pytest.raises(TypeError, match=rf"`{mask}` must be a torch\.Tensor or None, got list"):
+            layer(x, x, x, **{mask: [True]})
+
+
+def test_shapes_that_multihead_attention_does_not_take():
+    layer, first = (nn.MultiheadAttention(16, 4, kdim=8, vdim=12, batch_first=b) for b in (True, False))
+    q, k, v = torch.zeros(2, 5, 16), torch.zeros(2, 3, 8), torch.zeros(2, 3, 12)
+    hidden = torch.zeros(2, 4, dtype=torch.bool)
+    for make_wrong, message in (
+        (lambda: layer(q[None], k, v), "`query` must have shape (B, S, E) = (B, S, 16) or (S, E), got (1, 2, 5, 16)"),
+        (lambda: first(k, k, v), "`query` must have shape (S, B, E) = (S, B, 16) or (S, E), got (2, 3, 8)"),
+        (lambda: layer(q, k[:1], v), "`key` must have shape (B, S, E) = (2, S, 8), got (1, 3, 8)"),
+        (lambda: first(q, k, v), "`key` must have shape (S, B, E) = (S, 5, 8), got (2, 3, 8)"),
+        (lambda: layer(q[0], k, v), "`key` must have shape (S, E) = (S, 8), got (2, 3, 8)"),
+        (lambda: layer(q, k, v[:, :2]), "`value` must have shape (B, S, E) = (2, 3, 12), got (2, 2, 12)"),
+        (lambda: layer(q, k, v, hidden), "`key_padding_mask` must have shape (B, S_k) = (2, 3), got (2, 4)"),
+        (lambda: layer(q[0], k[0], v[0], hidden), "`key_padding_mask` must have shape (S_k,) = (3,), got (2, 4)"),
+        (lambda: layer(q, k, v, attn_mask=hidden), "`attn_mask` must have shape (S_q, S_k) = (5, 3), got (2, 4)"),
+        (
+            lambda: layer(q, k, v, attn_mask=torch.zeros(2, 5, 3)),
+            "`attn_mask` must have shape (B · num_heads, S_q, S_k) = (8, 5, 3) or (S_q, S_k), got (2, 5, 3)",
+        ),
+        (
+            lambda: layer(q[0], k[0], v[0], attn_mask=torch.zeros(8, 5, 3)),
+            "`attn_mask` must have shape (num_heads, S_q, S_k) = (4, 5, 3) or (S_q, S_k), got (8, 5, 3)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"MultiheadAttention: argument {message}")):
+            make_wrong()
+
+
+@pytest.mark.usefixtures("forget_compiled")
+@pytest.mark.parametrize("masked", [False, True])
+def test_checks_of_shapes_stand_in_a_graph(masked):
+    """Without masks, one graph serves every length but the first."""
+    layer, graphs = nn.MultiheadAttention(16, 4, batch_first=True, backend="torch"), CompileCounter()
+    compiled = torch.compile(layer, fullgraph=True, backend=graphs)
+    for length in (5,) if masked else range(5, 9):
+        x, padding = torch.randn(2, length, 16), torch.arange(length) >= torch.tensor([[length], [3]])
+        causal = torch.ones(length, length).triu(1) > 0
+        given = {"key_padding_mask": padding, "attn_mask": causal} if masked else {}
+        torch.testing.assert_close(compiled(x, x, x, **given), layer(x, x, x, **given))
+    assert graphs.frame_count <= 2
+
+
 def test_weights_of_each_head_and_their_gradients():
     plain, ours = (make(32, 2, batch_first=True) for make in (torch.nn.MultiheadAttention, nn.MultiheadAttention))
     ours.load_state_dict(plain.state_dict())
@@ -263,6 +391,55 @@ def test_a_cache_gives_what_the_whole_sequence_gives(level):
             layer(x[:, :1], cache)
         cache.reset()
         torch.testing.assert_close(layer(x[:, :3], cache), parts[0])
+
+
+@pytest.mark.parametrize("rope_theta", [None, 1e4])
+def test_shapes_that_a_cache_and_its_layer_do_not_take(rope_theta):
+    layer = nn.GroupedQueryAttention(16, 4, 2, rope_theta=rope_theta)
+    cache, key = layer.new_cache(2, 8), torch.ones(2, 2, 3, 4)
+    for make_wrong, message in (
+        (lambda: layer(torch.ones(3, 16)), "`x` must have shape (B, S, E) = (B, S, 16), got (3, 16)"),
+        (lambda: layer(torch.ones(1, 3, 8)), "`x` must have shape (B, S, E) = (B, S, 16), got (1, 3, 8)"),
+        (
+            lambda: layer(torch.ones(1, 3, 16), cache),
+            "`key` must have shape (B, H_kv, S, D) = (2, 2, S, 4), got (1, 2,",
+        ),
+        (
+            lambda: cache.update(key[:, :1], key),
+            "`key` must have shape (B, H_kv, S, D) = (2, 2, S, 4), got (2, 1, 3, 4)",
+        ),
+        (
+            lambda: cache.update(key, key[:, :, :2]),
+            "`value` must have shape (B, H_kv, S, D) = (2, 2, 3, 4), got (2, 2, 2,",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make_wrong()
+    with pytest.raises(TypeError, match=r"`key` must be a torch\.Tensor, got list"):
+        cache.update([key], key)
+    assert cache.length == 0
+    assert not cache.keys.any()
+
+
+def test_a_cache_that_is_reset_in_training():
+    """The autograd graph of the tokens before is gone; the memory stays."""
+    layer, x = nn.GroupedQueryAttention(16, 4, 2, rope_theta=1e4, backend="torch"), torch.randn(1, 3, 16)
+    contiguous, pages = layer.new_cache(1, 8), layer.new_paged_cache(4, 4)
+    for cache in (contiguous, pages):
+        memory, gradients = (cache.keys.data_ptr(), cache.values.data_ptr()), []
+        for _ in range(2):
+            if cache is pages:
+                cache.add()
+            gradients.append(torch.autograd.grad(layer(x, cache).square().sum(), layer.k_proj.weight)[0])
+            cache.reset()
+        torch.testing.assert_close(*gradients)
+        assert (cache.keys.data_ptr(), cache.values.data_ptr()) == memory
+        assert not cache.keys.requires_grad
+    keys = contiguous.keys
+    with torch.no_grad():
+        layer(x, contiguous)
+    contiguous.reset()
+    assert contiguous.keys is keys, "a CUDA graph may hold it"
 
 
 @pytest.mark.parametrize("level", LEVELS)

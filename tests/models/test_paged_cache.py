@@ -212,14 +212,34 @@ def test_what_a_cache_does_not_take():
         (lambda: cache.free(9), r"there is no sequence 9; there are 1"),
         (lambda: cache.update(x, x, [one, 5]), "there is no sequence 5"),
         (lambda: cache.update(x, x, [one, one]), r"`sequences` must name each sequence once, got \[1, 1\]"),
-        (lambda: cache.update(x[:, :1], x), r"`key` must have shape .* \(1, 2, S, 8\) for 1 sequences, got \(1, 1, 1"),
+        (lambda: cache.update(x[:, :1], x), r"`key` must have shape .* \(1, 2, S, 8\) for B sequences, got \(1, 1, 1"),
         (lambda: cache.update(x, torch.zeros(1, 2, 2, 8)), r"`value` must have shape"),
         (lambda: nn.PagedKVCache(0, 4, 2, 8), "`num_pages` must be 1 or more, got 0"),
         (lambda: nn.PagedKVCache(3, 4, 2, 8, max_length=0), "`max_length` must be 1 or more, got 0"),
+        (lambda: nn.PagedKVCache(3, 4, 2, -8), "`head_dim` must be 1 or more, got -8"),
+        (lambda: cache.update(x[0, 0], x), r"`key` must have shape .* got \(1, 8\)"),
+        (lambda: cache.reserve(-1), "`new` must be 0 or more, got -1"),
         (lambda: nn.GroupedQueryAttention(8, 2)(torch.zeros(1, 1, 8), sequences=[1]), "goes with a PagedKVCache"),
     ):
         with pytest.raises(ValueError, match=message):
             wrong()
+    for wrong, message in (
+        (lambda: nn.PagedKVCache("3", 4, 2, 8), "`num_pages` must be an int, got str"),
+        (lambda: nn.PagedKVCache(3, 4, 2, 8, max_length=1.5), "`max_length` must be an int or None, got float"),
+        (lambda: nn.PagedKVCache(3, 4, 2, 8, dtype=torch.int32), "PagedKVCache: argument `dtype` is int32; accepted"),
+        (lambda: cache.reserve(1.5), "`new` must be an int, got float"),
+        (lambda: cache.reserve(1, one), "`sequences` must be a sequence of ints or None, got int"),
+        (lambda: cache.lengths(one), "`sequences` must be a sequence of ints or None, got int"),
+        (lambda: cache.lengths("1"), "a sequence is an int that `add` returned, got str"),
+        (lambda: cache.length([one]), "a sequence is an int that `add` returned, got list"),
+        (lambda: cache.free(True), "a sequence is an int that `add` returned, got bool"),
+        (lambda: cache.update([x], x), r"`key` must be a torch\.Tensor, got list"),
+        (lambda: cache.write(x, x, (0,)), "`places` must be Places, which `reserve` returns, got tuple"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            wrong()
+    assert (cache.length(one), cache.free_pages) == (0, 3)
+    assert cache.reserve(0).rows.numel() == 0
 
 
 def test_places_that_a_compiled_step_does_not_take():
@@ -232,7 +252,13 @@ def test_places_that_a_compiled_step_does_not_take():
     assert cache.length(1) == 1
     with pytest.raises(ValueError, match="`sequences` must be None where `places` is given"):
         layer(x, cache, sequences=[1], places=places)
-    with pytest.raises(ValueError, match=r"`key` must have shape .* for 1 sequences, got \(2, 2, 1, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"`key` must have shape .* \(1, 2, S, 4\) for B sequences, got \(2, 2, 1, 4\)"
+    ):
         layer(x.expand(2, 1, 8), cache, places=places)
+    with pytest.raises(ValueError, match="`places` must hold the 2 tokens of `key`, 2 of each sequence, got 1"):
+        layer(x.expand(1, 2, 8), cache, places=places)
+    with pytest.raises(TypeError, match="`places` must be Places, which `reserve` returns, got tuple"):
+        layer(x, cache, places=tuple(places))
     with pytest.raises(ValueError, match="`places` goes with a PagedKVCache alone"):
         layer(x, places=places)

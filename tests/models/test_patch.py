@@ -219,12 +219,46 @@ def test_16_bits_and_float32_norms():
     torch.testing.assert_close(norm(x), expected, rtol=0.01, atol=0.01)
 
 
+def norms():
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    yield torch.nn.RMSNorm
+    yield tf.models.llama.modeling_llama.LlamaRMSNorm
+    yield modeling.GptOssRMSNorm
+    yield tf.models.gemma.modeling_gemma.GemmaRMSNorm
+    yield tf.models.t5.modeling_t5.T5LayerNorm
+
+
+@pytest.mark.parametrize("of_input", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("of_weight", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_norms_of_inputs_of_another_dtype(of_weight, of_input):
+    """They take what the plain ones take, and give the same dtype."""
+    for make in norms():
+        norm, x = make(16).to(of_weight), torch.randn(3, 16).to(of_input)
+        torch.nn.init.normal_(norm.weight, 1.0, 0.3)
+        expected = norm(x)
+        models.patch(norm, backend="torch", report=False)
+        found = norm(x)
+        assert found.dtype is expected.dtype, make
+        eps = max(torch.finfo(dtype).eps for dtype in (of_weight, of_input, torch.float32))
+        torch.testing.assert_close(found, expected, rtol=4 * eps, atol=4 * eps)
+
+
+def test_a_mask_of_integers_is_not_added_to_scores():
+    """As PyTorch's attention, which transformers calls otherwise."""
+    model, given = families.make("llama"), families.inputs("llama")["input_ids"]
+    models.patch(model, backend="torch", report=False)
+    length = given.shape[1]
+    mask = torch.ones(given.shape[0], 1, length, length, dtype=torch.int64).tril()
+    with pytest.raises(TypeError, match="argument `attention_mask` has dtype int64; accepted are bool and"):
+        model(given, attention_mask=mask)
+
+
 # ---- models of torch.nn ---------------------------------------------------------------------------------------------
 
 
-def encoder(dropout: float = 0.0) -> torch.nn.Module:
+def encoder(dropout: float = 0.0, nested: bool = False) -> torch.nn.Module:
     layer = torch.nn.TransformerEncoderLayer(32, 2, 48, dropout, activation="gelu", batch_first=True)
-    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
 
 
 def test_a_block_that_returns_zeros_is_not_taken_for_another():
@@ -264,6 +298,34 @@ def test_an_encoder_of_torch_nn(level, training):
     models.unpatch(model)
     torch.testing.assert_close(model(x, src_key_padding_mask=padding)[~padding], expected)
     assert all(layer.activation_relu_or_gelu == 2 for layer in model.layers)
+
+
+@torch.no_grad()
+def test_an_encoder_that_would_nest_its_tensors():
+    """In inference PyTorch's encoder gives its fast path nested tensors of what is not padding."""
+    model, x = encoder(nested=True).eval(), torch.randn(2, 5, 32)
+    padding = torch.tensor([[False] * 3 + [True] * 2, [False] * 5])
+    expected = model(x, src_key_padding_mask=padding)[~padding]
+    models.patch(model, backend="torch", report=False)
+    found = model(x, src_key_padding_mask=padding)[~padding]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    models.unpatch(model)
+    assert model.use_nested_tensor
+    torch.testing.assert_close(model(x, src_key_padding_mask=padding)[~padding], expected)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_masks_of_torch_nns_attention(need_weights):
+    """One of integers is refused. One of each head needs no batch, nor more than one query."""
+    layer, x = torch.nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(5, 32)
+    given = {"need_weights": need_weights, "attn_mask": torch.randn(4, 1, 5)}
+    expected, _ = layer(x[:1], x, x, **given)
+    models.patch(layer, backend="torch", report=False)
+    torch.testing.assert_close(layer(x[:1], x, x, **given)[0], expected, rtol=1e-4, atol=1e-5)
+    for name, shape in (("attn_mask", (5, 5)), ("key_padding_mask", (5,))):
+        mask = {name: torch.ones(shape, dtype=torch.int64)}
+        with pytest.raises(TypeError, match=f"argument `{name}` has dtype int64; accepted are bool and floating-point"):
+            layer(x, x, x, need_weights=need_weights, **mask)
 
 
 def test_pytorchs_fast_path_does_not_pass_by(monkeypatch):
