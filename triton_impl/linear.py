@@ -85,7 +85,9 @@ def _run(
         return output, torch.empty_like(output) if keep else output
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     step = None if bias is None else bias.stride()
-    begin = input.data_ptr() % ALIGNMENT_BYTES, weight.data_ptr() % ALIGNMENT_BYTES  # decides who must be copied
+    begin = None
+    if persistent:  # an operand that begins off 16 bytes is copied for its tensor descriptor
+        begin = input.data_ptr() % ALIGNMENT_BYTES, weight.data_ptr() % ALIGNMENT_BYTES
     layouts = input.shape, input.stride(), weight.shape, weight.stride(), begin, step
     operands = (*layouts, input.dtype, tf32, input.device)
     known = _launches.get((operands, asked))

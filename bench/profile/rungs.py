@@ -27,7 +27,7 @@ from bench.rows import store
 from bench.show import predictions
 from bench.usage import UsageError, dtype_of, known, passes_of, split
 from kernel_ladder import table
-from kernel_ladder.spec import Case
+from kernel_ladder.spec import Case, as_leaves
 from kernel_ladder.table import Variant
 from kernel_ladder.testing.samples import empty_inputs
 
@@ -39,16 +39,22 @@ MARK = "spin_kernel"
 FIELDS = ("op", "backend", "pass_", "dtype", "shape", "least_bytes")
 
 
-def call_of(variant: Variant, device: torch.device) -> tuple[Case, torch.dtype] | None:
-    """The first call that the rung takes: its card's, the quick cases from the last on, the sweep's; 16 bits first."""
+def call_of(variant: Variant, pass_: str, device: torch.device) -> tuple[Case, torch.dtype] | None:
+    """The first call with a pass that the rung takes: its card's, the quick cases from the last on, the sweep's.
+
+    16 bits come first. None where no call of the sweep has that pass, or launches kernels in it.
+    """
     spec = kernel_ladder.spec(variant.op)
     note = predictions.notes().get(variant.op, {}).get(variant.name, {})
     quick = [case for case in spec.sweep if case.quick]
     cases = sorted([*reversed(quick), *spec.sweep], key=lambda case: case.id != note.get("shape"))
     dtypes = [dtype_of(note["dtype"])] if "dtype" in note else [torch.bfloat16, torch.float32]
     for dtype, case in itertools.product(dtypes, cases):
+        if not with_kernels([pass_], variant.op, case):
+            continue
         inputs = targets.tensors(empty_inputs, case, dtype, device)
-        if variant.unsupported(*inputs, **case.options) is None:
+        given = as_leaves(inputs) if pass_ == "backward" else inputs
+        if variant.unsupported(*given, **case.options) is None:
             return case, dtype
     return None
 
@@ -62,13 +68,13 @@ def calls(op: str, backends: Sequence[str], passes: Sequence[str], device: torch
         if variant.level not in LEVELS and variant.name not in backends:
             continue
         reason = table.unavailable(op, variant.level)
-        found = call_of(variant, device) if reason is None else None
-        if found is None:
-            reason = reason or "takes no call of the sweep"
-            yield from (Target(op, variant.name, pass_, "", "", reason=reason) for pass_ in passes)
-        else:
-            case, dtype = found
-            yield from targets.of_operation([variant], case, with_kernels(passes, op, case), dtype, device)
+        for pass_ in passes:
+            found = call_of(variant, pass_, device) if reason is None else None
+            if found is None:
+                yield Target(op, variant.name, pass_, "", "", reason=reason or "takes no call of the sweep")
+            else:
+                case, dtype = found
+                yield from targets.of_operation([variant], case, [pass_], dtype, device)
 
 
 def make_calls(given: Iterator[Target], device: torch.device) -> None:

@@ -18,7 +18,7 @@ from bench.measure.cases import shrink
 from bench.measure.correctness import one_line
 from bench.usage import UsageError, known, nearest
 from kernel_ladder import table
-from kernel_ladder.spec import Case, Inputs, Options, Spec, dtype_name
+from kernel_ladder.spec import Case, Inputs, Options, Spec, as_leaves, dtype_name
 from kernel_ladder.table import LEVELS, Variant
 from kernel_ladder.testing.samples import empty_inputs, make_grad, make_inputs
 
@@ -221,7 +221,8 @@ def of_operation(
                 # Nothing is compiled while a dispatch mode is active, and Triton's kernels are no operators.
                 operators=variant.level in ("torch", "cuda"),
                 make=_maker(spec, variant, inputs, case, backward),
-                reason=table.unavailable(spec.name, variant.level) or variant.unsupported(*inputs, **options),
+                reason=table.unavailable(spec.name, variant.level)
+                or variant.unsupported(*(as_leaves(inputs) if backward else inputs), **options),
             )
 
 

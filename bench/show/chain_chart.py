@@ -17,6 +17,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from bench.rows.store import Row, latest, of_one_machine, picture_file, read
+from bench.show import climb_counters
+from bench.show.climb import OTHER
 from bench.show.fusion import CHAINS, Calls, call_of, chosen, counted, picture_of
 from bench.show.ladders import TEXT, blank
 from bench.show.panels import source_of
@@ -62,13 +64,14 @@ def _picture(op: str, passes: Mapping[str, Mapping[str, Row]], profiled: Calls, 
     inches = HEAD_INCHES + len(names) * (NAME_INCHES + GAP_INCHES) + bars * BAR_INCHES
     longest = max(math.log(over_least(row)) for row in every) or 1.0
     figure, axes = blank(WIDTH_INCHES, inches)
-    _title(axes, op, every)
+    _title(axes, op, every, sorted({gpu for row in every if (gpu := _elsewhere(row, profiled))}))
     at = HEAD_INCHES
     for name in names:
         middle = at + NAME_INCHES / 2
         axes.text(0, middle, name, va="center", color=TEXT, fontweight="bold")
         calls = [call_of(rows[name], profiled) for rows in passes.values() if name in rows]
-        axes.text(1, middle, _traffic(calls), va="center", ha="right", color=TEXT, fontsize=8)
+        mark = OTHER if any(_elsewhere(rows[name], profiled) for rows in passes.values() if name in rows) else ""
+        axes.text(1, middle, f"{_traffic(calls)}{mark}", va="center", ha="right", color=TEXT, fontsize=8)
         at += NAME_INCHES
         for rows, strength in zip(passes.values(), STRENGTHS, strict=True):
             if (row := rows.get(name)) is None or row.us is None:
@@ -84,11 +87,18 @@ def _picture(op: str, passes: Mapping[str, Mapping[str, Row]], profiled: Calls, 
     plt.close(figure)
 
 
-def _title(axes: Axes, op: str, rows: list[Row]) -> None:
+def _elsewhere(row: Row, profiled: Calls) -> str | None:
+    """The GPU on which a row's call was counted, where that is another than the one that timed it."""
+    return climb_counters.of(row, profiled).get(climb_counters.GPU)
+
+
+def _title(axes: Axes, op: str, rows: list[Row], elsewhere: list[str]) -> None:
     first = rows[0]
     axes.text(0, 0.12, f"{op} {first.shape}, {first.dtype}", color=TEXT, va="center", fontsize=10, fontweight="bold")
     axes.text(0, 0.32, source_of(rows), color=TEXT, va="center", fontsize=8)
     said = "time over the least possible (log); full: forward, pale: backward"
+    if elsewhere:
+        said += f"; {OTHER} counted on {', '.join(elsewhere)}"
     axes.text(0, 0.5, said, color=TEXT, va="center", fontsize=8)
 
 

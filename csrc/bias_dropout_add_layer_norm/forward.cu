@@ -307,7 +307,7 @@ void launch_dropout_add_norm_rows(const DropoutAddNorm<T>& p, const DropoutMask&
                                   const Launch& launch) {
     const int64_t vectors = ceil_div(p.norm.length, Vec<T>::size);
     RowLaunch shape = row_launch(vectors, CLUSTER);
-    if (CLUSTER) shape = {ROW_THREADS, 1, shape.cluster};
+    if (CLUSTER) shape = {ROW_THREADS, 1, std::max(2u, shape.cluster)};  // as in launch_cluster
     with_constant(vectorized, [&](auto w) {
         constexpr bool VECTORIZED = decltype(w)::value;
         constexpr auto kernel = CLUSTER ? bias_dropout_add_layer_norm_cluster_kernel<T, VECTORIZED>

@@ -25,8 +25,9 @@ template <class Op, typename T>
 void launch_cluster(const NormForward<T>& p, bool vectorized, const Launch& launch) {
     const int64_t vectors = ceil_div(p.length, Vec<T>::size);
     check_takes(vectors <= MAX_CLUSTER_CHUNKS, Op::NAME, p.length);
+    // Two at least, also for a row that one block holds: DSMEM exists in a launch of clusters alone.
     const unsigned blocks =
-        cluster_blocks(vectors, int64_t{ROW_THREADS} * (vectorized ? LONG_ROW_VECTORS<Op> : ROW_VECTORS));
+        std::max(2u, cluster_blocks(vectors, int64_t{ROW_THREADS} * (vectorized ? LONG_ROW_VECTORS<Op> : ROW_VECTORS)));
     const auto kernel = vectorized ? norm_cluster_kernel<Op, T, LONG_ROW_VECTORS<Op>, true>
                                    : norm_cluster_kernel<Op, T, ROW_VECTORS, false>;
     allow_clusters(kernel, blocks);

@@ -257,14 +257,27 @@ def test_a_call_without_its_kernels_is_told(fake_ncu, as_on_a_gpu, capsys, names
 
 
 def test_a_rung_is_called_where_its_card_shows_it():
-    def case_of(name: str, refuses=lambda *inputs, **options: None):
-        rung = next(v for v in table.variants("matmul") if v.name == name)
-        return rungs.call_of(dataclasses.replace(rung, unsupported=refuses), torch.device("meta"))
+    def case_of(name: str, refuses=lambda *inputs, **options: None, pass_="forward", op="matmul"):
+        rung = next(v for v in table.variants(op) if v.name == name)
+        return rungs.call_of(dataclasses.replace(rung, unsupported=refuses), pass_, torch.device("meta"))
 
     assert case_of("triton.split_k")[0].id == "16x8192x8192", "its prediction's shape"
     assert case_of("triton.tiled")[0].id == "4096x4096x4096", "the last quick case"
     assert case_of("triton.tiled", lambda a, b: None if a.dtype == torch.float32 else "no")[1] == torch.float32
     assert case_of("triton.tiled", lambda a, b: "no") is None
+
+    def refuses_gradients(a, b):
+        return "no backward" if a.requires_grad else None
+
+    assert case_of("triton.tiled", refuses_gradients) is not None
+    assert case_of("triton.tiled", refuses_gradients, "backward") is None
+
+    def taken(*inputs, **options):
+        return None
+
+    first, second = (case_of("triton.chunked", taken, p, "linear_cross_entropy")[0] for p in ("forward", "backward"))
+    assert "forward" in first.passes
+    assert "backward" in second.passes
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a GPU")

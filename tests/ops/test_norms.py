@@ -10,13 +10,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_ladder
+from cuda_impl import built_for
 from kernel_ladder import autograd
 from kernel_ladder.spec import Case, as_leaves, as_tuple
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_grad, make_inputs
 from triton_impl.bias_dropout_add_layer_norm import cluster
 
-from ..conftest import DEVICE, every_variant, needs_gpu, skip_unless_it_runs, variant_id
+from ..conftest import DEVICE, every_variant, needs_extension, needs_gpu, skip_unless_it_runs, variant_id
 
 OPS = ("layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
 NORMS = [v for v in every_variant() if v.op in OPS]
@@ -65,6 +66,33 @@ def test_a_list_of_dimensions_is_as_good_as_a_tuple():
         for backend in (None, "torch.naive", "compile"):
             torch.testing.assert_close(function(x, [4, 5], backend=backend), function(x, (4, 5), backend="torch.naive"))
         assert function(x, x.shape[1:]).shape == x.shape
+
+
+@pytest.mark.parametrize("length", [6600, 26400], ids=["in-a-block", "past-a-block"])
+@pytest.mark.parametrize("variant", [v for v in OWN_BACKWARD if v.op in ("layer_norm", "rms_norm")], ids=variant_id)
+def test_rows_of_several_dimensions_in_another_order(variant, length):
+    """They are copied, so that kernels get rows of another layout than `unsupported` has seen."""
+    shape, made = (4, length // 4), (length // 4, 4)
+    x, weight = (torch.randn(*size, device=DEVICE).half().mT for size in ((3, *made), made))
+    bias = torch.randn(shape, device=DEVICE).half()
+    inputs = (x, weight, bias) if variant.op == "layer_norm" else (x, weight)
+    options = {"normalized_shape": shape, "eps": 1e-5}
+    spec, grad = kernel_ladder.spec(variant.op), grad_if_taken(variant, inputs, options)
+    result = agreement(spec, lambda *given, **o: autograd.run(variant, given, o), inputs, options, grad)
+    assert result.agrees, str(result)
+
+
+@needs_extension
+@needs_gpu
+@pytest.mark.parametrize("length", [8, 1024, 20000, 40000])
+def test_a_cluster_takes_rows_that_one_block_holds(length):
+    """The operators themselves ask less than the table does. Distributed shared memory needs a launch of clusters."""
+    x, weight = torch.randn(5, length, device=DEVICE).half(), torch.randn(length, device=DEVICE).half()
+    if (reason := built_for.without_clusters(x.get_device())) is not None:
+        pytest.skip(reason)
+    output, _ = torch.ops.kernel_ladder.rms_norm.cluster(x, weight, 1e-5, False)
+    expected = torch.nn.functional.rms_norm(x.float(), (length,), weight.float(), 1e-5)
+    torch.testing.assert_close(output.float(), expected, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("variant", OWN_BACKWARD, ids=variant_id)

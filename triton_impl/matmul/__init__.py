@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from triton_impl import register, unsupported
 from triton_impl.matmul import descriptors, naive, persistent, split_k, tiled, tma
-from triton_impl.matmul.product import backward_by, forward_by
+from triton_impl.matmul.product import backward_by, described, forward_by
+
+described.update((tma.write, persistent.write))
 
 register(
     "matmul",

@@ -20,6 +20,9 @@ from triton_impl.runtime.launch_cache import LaunchCache
 #: again, or None where that took more than one launch.
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[..., None] | None]
 
+#: Writes by tensor descriptors. Where an operand's memory begins decides whether it must be copied.
+described: set[Write] = set()
+
 #: By all that decides how two operands are multiplied: the output's shape, and the launch.
 _launches: LaunchCache = LaunchCache()
 
@@ -30,7 +33,9 @@ def product(input: torch.Tensor, other: torch.Tensor, dtype: torch.dtype, write:
         return torch.empty(output_shape(input, other), dtype=dtype, device=input.device)
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     device = input.device
-    begin = input.data_ptr() % ALIGNMENT_BYTES, other.data_ptr() % ALIGNMENT_BYTES  # decides who must be copied
+    begin = None
+    if write in described:
+        begin = input.data_ptr() % ALIGNMENT_BYTES, other.data_ptr() % ALIGNMENT_BYTES
     key = (input.shape, input.stride(), other.shape, other.stride(), begin, input.dtype, dtype, tf32, device, write)
     known = _launches.get(key)
     if known is None:
