@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -33,6 +34,19 @@ def launched() -> Launched | None:
     if not all(given):
         return None
     return Launched(*(int(value or 0) for value in given))
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with an exit code: one of a group's at once, without destructors.
+
+    gloo's threads may hold tensors that the interpreter releases while it ends, which aborts the process
+    (pytorch/pytorch, pull request 179291).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if launched() is not None:
+        os._exit(code)
+    sys.exit(code)
 
 
 def take_own_gpu() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from bench.ranks import Group, RanksError, launched
+from bench.ranks import Group, RanksError, launched, leave
 from bench.rows import store
 from bench.scaling import block, fsdp, link, products, ring, ring_varlen, show
 from bench.scaling.rows import read, results_file, tidy
@@ -149,4 +149,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

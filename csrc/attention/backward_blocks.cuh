@@ -127,17 +127,15 @@ __device__ inline PackedBlock query_block(const Packed& packed, const Attention&
     return packed_block<QUERY_TILE, false>(packed, all, index / tiles, static_cast<int>(index % tiles));
 }
 
-/// preprocess_tile for either kind. Packed sequences always have ordered sums, whose accumulator needs no zeros.
+/// preprocess_tile for either kind.
 template <typename T>
-__device__ inline void preprocess_tile(float* stats, float* accumulator, int zeros, const float* lse,
-                                       const float* grad_lse, const View<T>& output, const View<T>& grad,
-                                       const Attention& all, const Batched&) {
-    preprocess_tile(stats, accumulator, zeros, lse, grad_lse, output, grad, all);
+__device__ inline void preprocess_tile(float* stats, const float* lse, const float* grad_lse, const View<T>& output,
+                                       const View<T>& grad, const Attention& all, const Batched&) {
+    preprocess_tile(stats, lse, grad_lse, output, grad, all);
 }
 template <typename T>
-__device__ inline void preprocess_tile(float* stats, float*, int, const float* lse, const float* grad_lse,
-                                       const View<T>& output, const View<T>& grad, const Attention& all,
-                                       const Packed& packed) {
+__device__ inline void preprocess_tile(float* stats, const float* lse, const float* grad_lse, const View<T>& output,
+                                       const View<T>& grad, const Attention& all, const Packed& packed) {
     const PackedBlock block = query_block(packed, all, blockIdx.x);
     if (!block.inside()) return;
     const int head = static_cast<int>(block.outer), q0 = block.tile * QUERY_TILE;

@@ -175,12 +175,10 @@ __device__ inline void preprocess_rows(float* stats, const PreprocessRows<T>& p)
     }
 }
 
-/// Writes the statistics of a tile of 64 queries, and zeros to dQ's accumulator, of which a tile has `zeros` elements. One
-/// block per tile.
+/// Writes the statistics of a tile of 64 queries. One block per tile.
 template <typename T>
-__device__ inline void preprocess_tile(float* stats, float* accumulator, int zeros, const float* lse,
-                                       const float* grad_lse, const View<T>& output, const View<T>& grad,
-                                       const Attention& a) {
+__device__ inline void preprocess_tile(float* stats, const float* lse, const float* grad_lse, const View<T>& output,
+                                       const View<T>& grad, const Attention& a) {
     const int tiles = (a.S_q + QUERY_TILE - 1) / QUERY_TILE;
     const int64_t outer = blockIdx.x / tiles;
     const int64_t batch = outer / a.heads, q0 = blockIdx.x % tiles * QUERY_TILE, row = outer * a.S_q + q0;
@@ -189,17 +187,15 @@ __device__ inline void preprocess_tile(float* stats, float* accumulator, int zer
                     PreprocessRows<T>{output.at(batch, head) + q0 * output.row, grad.at(batch, head) + q0 * grad.row,
                                       output.row, grad.row, lse + row, grad_lse == nullptr ? nullptr : grad_lse + row,
                                       static_cast<int>(a.S_q - q0), a.D_v});
-    float4* to_zero = reinterpret_cast<float4*>(accumulator + int64_t{blockIdx.x} * zeros);
-    for (int i = threadIdx.x; i < zeros / 4; i += PREPROCESS_THREADS) to_zero[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
 /// Launches a rung's preprocess kernel, whose parameters are those of preprocess_tile and `more`.
 template <typename T, typename Kernel, typename... More>
-void run_preprocess(Kernel* kernel, const BackwardCall& call, float* accumulator, int zeros, const More&... more) {
+void run_preprocess(Kernel* kernel, const BackwardCall& call, const More&... more) {
     const auto grid = grid_size(call.a.batches * call.a.heads * call.query_tiles());
     kernel<<<grid, PREPROCESS_THREADS, 0, call.launch.stream>>>(
-        call.stats_pointer(), accumulator, zeros, static_cast<const float*>(call.lse.data_ptr()), call.grad_lse,
-        make_view<T>(call.output), make_view<T>(call.grad), call.a, more...);
+        call.stats_pointer(), static_cast<const float*>(call.lse.data_ptr()), call.grad_lse, make_view<T>(call.output),
+        make_view<T>(call.grad), call.a, more...);
     KL_LAUNCH_CHECK();
 }
 

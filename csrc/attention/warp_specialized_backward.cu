@@ -222,12 +222,18 @@ __device__ inline void query_gradients(const SpecializedSmem<S>& smem, int i, ui
 
 template <typename T, typename Sequences>
 __global__ void __launch_bounds__(PREPROCESS_THREADS)
-    attention_backward_warp_specialized_preprocess_kernel(float* stats, float* accumulator, int zeros, const float* lse,
-                                                          const float* grad_lse, const __grid_constant__ View<T> output,
+    attention_backward_warp_specialized_preprocess_kernel(float* stats, const float* lse, const float* grad_lse,
+                                                          const __grid_constant__ View<T> output,
                                                           const __grid_constant__ View<T> grad,
                                                           const __grid_constant__ Attention all,
-                                                          const __grid_constant__ Sequences sequences) {
-    preprocess_tile(stats, accumulator, zeros, lse, grad_lse, output, grad, all, sequences);
+                                                          const __grid_constant__ Sequences sequences,
+                                                          float* accumulator, int zeros) {
+    preprocess_tile(stats, lse, grad_lse, output, grad, all, sequences);
+    // Sums of dQ in any order begin at zero, `zeros` elements a tile. In order, the first block stores: no zeros are
+    // needed, as for packed sequences, which always have that order.
+    if constexpr (Sequences::PACKED) return;
+    auto* const to_zero = reinterpret_cast<float4*>(accumulator + int64_t{blockIdx.x} * zeros);
+    for (int i = threadIdx.x; i < zeros / 4; i += PREPROCESS_THREADS) to_zero[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
 template <typename T, typename S, typename Sequences>
@@ -362,8 +368,8 @@ void run_backward(BackwardCall& call, bool deterministic, const Sequences& seque
         dq.semaphores = static_cast<uint32_t*>(counters.data_ptr());
         dq.next_tile = dq.semaphores + query_tiles;
     }
-    run_preprocess<T>(attention_backward_warp_specialized_preprocess_kernel<T, Sequences>, call, dq.accumulator,
-                      deterministic ? 0 : S::DQ_ELEMENTS, sequences);
+    run_preprocess<T>(attention_backward_warp_specialized_preprocess_kernel<T, Sequences>, call, sequences,
+                      dq.accumulator, deterministic ? 0 : S::DQ_ELEMENTS);
     const auto grad_key = call.gradient<T>(call.grad_key), grad_value = call.gradient<T>(call.grad_value);
     attention_backward_warp_specialized_kernel<T, S, Sequences><<<key_grid, S::THREADS, S::SHARED, launch.stream>>>(
         grad_key, grad_value, dq, call.stats_pointer(), maps, a, sequences);

@@ -51,11 +51,11 @@ struct BackwardSmem : BackwardTiles<S> {
 
 template <typename T>
 __global__ void __launch_bounds__(PREPROCESS_THREADS)
-    attention_backward_wgmma_preprocess_kernel(float* stats, float* accumulator, int zeros, const float* lse,
-                                               const float* grad_lse, const __grid_constant__ View<T> output,
+    attention_backward_wgmma_preprocess_kernel(float* stats, const float* lse, const float* grad_lse,
+                                               const __grid_constant__ View<T> output,
                                                const __grid_constant__ View<T> grad,
                                                const __grid_constant__ Attention a) {
-    preprocess_tile(stats, accumulator, zeros, lse, grad_lse, output, grad, a);
+    preprocess_tile(stats, lse, grad_lse, output, grad, a);
 }
 
 /// dQ of 64 queries. Statistics of a thread's two rows stay in registers.
@@ -210,7 +210,7 @@ void run_backward(BackwardCall& call) {
     call.prepare<of_query>(S::SHARED);
     call.prepare<of_key>(S::SHARED);
     const BackwardMaps maps = call.maps(S::ROWS, S::ROWS);
-    run_preprocess<T>(attention_backward_wgmma_preprocess_kernel<T>, call, nullptr, 0);
+    run_preprocess<T>(attention_backward_wgmma_preprocess_kernel<T>, call);
     const auto grad_query = call.gradient<T>(call.grad_query);
     const auto grad_key = call.gradient<T>(call.grad_key), grad_value = call.gradient<T>(call.grad_value);
     const auto query_grid = grid_size(a.batches * a.heads * call.query_tiles());
