@@ -28,7 +28,7 @@ from bench.usage import DTYPES, UsageError, dtype_of, known, passes_of, split
 from kernel_ladder import user_rungs
 from kernel_ladder.cli.columns import console_for
 from kernel_ladder.errors import RungFileError, UnavailableError, VariableError
-from kernel_ladder.table import LEVELS, variants
+from kernel_ladder.table import LEVELS, unavailable, variants
 
 ALL_PEERS = "all"
 SECONDS = 0.7
@@ -67,6 +67,9 @@ def _selection(args: argparse.Namespace) -> Selection:
     if args.backend is not None:
         names = list(dict.fromkeys([*LEVELS, *(v.name for op in ops for v in variants(op))]))
         backends = [known("backend", backend, names) for backend in split("--backend", args.backend, names)]
+        reasons = [unavailable(op, backend.partition(".")[0]) for backend in backends for op in ops]
+        if all(reasons):
+            raise UsageError(f"--backend: none of {', '.join(backends)} is available here: {reasons[0]}")
     dtypes = [dtype_of(name) for name in split("--dtype", args.dtype, DTYPES)]
     passes = passes_of(args.pass_)
     seconds = args.time if args.time is not None else QUICK_SECONDS if args.quick else SECONDS

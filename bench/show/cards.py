@@ -24,6 +24,10 @@ from kernel_ladder.table import LEVELS
 
 #: The lines of a card, in this order. ``_build/cards.py`` refuses a page whose cards have others.
 LINES = ("Idea", "Diff", "Prediction", "Measured", "Counters", "Verdict", "Limits it now", "Try this")
+#: What a verdict means.
+VERDICTS = (
+    "*As predicted* means within 10 % of the predicted range, or within 3 % where that is a ratio to another rung."
+)
 #: Counters by call.
 Source = Mapping[tuple[str, ...], Counters]
 #: How the names of rungs begin whose kernels a compiler writes.
@@ -38,7 +42,7 @@ def write(op: str, path: Path, found: Sequence[Row]) -> str:
     """The cards of an operation, a level's after another's, in the order of its ladder."""
     mine = [row for row in found if row.op == op]
     profiled = climb_counters.of_operation(op, path)
-    parts = []
+    parts = [VERDICTS]
     for level in CLIMBED:
         described = heads(op, level)
         before = ""

@@ -19,6 +19,13 @@ from kernel_ladder.table import LEVELS
 #: Levels whose members are alternatives, not successive steps, with the step that all of them start from.
 #: What a user would write is compared with the formula, as in the torch level. Peers have no such step.
 BESIDE = {"torch": "torch.naive", "compile": "compile.formula", "xla": "xla.jit", "peer": None}
+#: What the tables' words mean, for a page of ``docs/climb``.
+LEGEND = (
+    "*×* compares speed: above 1 the step is faster; in brackets its 95 % interval. Ratios are paired within rounds, so "
+    "they differ a little from the quotient of two times. *Of ceiling* is the share of the measured copy rate, or of "
+    "the best product. Counters are of one call: registers and shared memory are the largest of its kernels, shares "
+    "the mean over their time. The [glossary](../glossary.md) explains stalls."
+)
 #: Beside a rung whose counters are of another GPU than the rest.
 OTHER = "§"
 BOLD = "Bold: moved by more than a tenth from the step before"
@@ -37,7 +44,7 @@ def write(op: str, path: Path, found: Sequence[Row]) -> str:
         parts.append(f"{op} {pass_}, {standing[0]}, {standing[1]}, {steps[0].gpu}:\n\n{_times(steps)}")
         if any(climb_counters.of(row, profiled) for row in steps):
             parts.append(_counters(steps, profiled, climb_counters.origin(op, path, pass_)))
-    return "\n\n".join(parts)
+    return "\n\n".join([LEGEND, *parts] if parts else parts)
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:

@@ -71,7 +71,7 @@ def fastest(rows: Iterable[Row]) -> set[str]:
 
 
 #: Conditions under which a row was timed and its neighbours were not.
-MARKS = {"†": "its clock was not its neighbours'", "‡": "launched call by call, with the gaps between"}
+MARKS = {"†": "its SM clock was not that of the rungs beside it", "‡": "launched call by call, with the gaps between"}
 
 
 def mark(row: Row) -> str:
@@ -185,7 +185,7 @@ def _cells(row: Row, members: Sequence[Row], notes: Footnotes) -> list[str]:
         f"version {row.peer_version}" if row.peer_version else "",
         "interpreted" if row.interpreted else "",
         "launch gaps included" if row.graph is False else "",
-        "its clock was not its neighbours'" if row.clocks_moved else "",
+        "its SM clock was not that of the rungs beside it" if row.clocks_moved else "",
     ]
     return [
         microseconds(row.us) + "".join(f" {notes.mark(remark)}" for remark in filter(None, remarks)),

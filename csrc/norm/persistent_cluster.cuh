@@ -3,8 +3,8 @@
 //           the next rows, one copy per warp for its segment of a row. One reduction warp merges the partials of the
 //           other warps and sends them to the cluster's blocks. Meanwhile the row warps make the first pass over the
 //           next row.
-// Predicts  `cluster` reads weight and bias from the L2 again for every row: half of all its reads, which this rung
-//           saves.
+// Predicts  `cluster` reads weight and bias from the L2 again for every row: two thirds of its reads, which this
+//           rung saves.
 // Limit now Memory bandwidth. 16-bit rows of 65537 to 131072 elements, for which a block's part fits shared memory.
 // Backward  backward.cuh, shared with `registers`.
 #pragma once

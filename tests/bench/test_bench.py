@@ -221,6 +221,12 @@ def test_without_a_climb_each_pass_measures_its_own_choice(monkeypatch):
         assert {v.name for v in chosen if v.level == "triton"} == rungs
 
 
+def test_a_sweep_of_levels_that_are_absent_is_a_bad_command(capsys, monkeypatch):
+    monkeypatch.setattr(bench_main, "unavailable", lambda op, level: "no GPU is visible" if level == "cuda" else None)
+    assert main(["--op", "gelu,softmax", "--backend", "cuda,cuda.naive"]) == 2
+    assert "--backend: none of cuda, cuda.naive is available here: no GPU is visible" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
