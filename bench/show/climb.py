@@ -21,7 +21,7 @@ from kernel_ladder.table import LEVELS
 BESIDE = {"torch": "torch.naive", "compile": "compile.formula", "xla": "xla.jit", "peer": None}
 #: What the tables' words mean, for a page of ``docs/climb``.
 LEGEND = (
-    "*×* compares speed: above 1 the step is faster; in brackets its 95 % interval. Ratios are paired within rounds, so "
+    "*×* compares speed: above 1 the step is faster; in brackets its 95 % interval. Ratios are paired within rounds: "
     "they differ a little from the quotient of two times. *Of ceiling* is the share of the measured copy rate, or of "
     "the best product. Counters are of one call: registers and shared memory are the largest of its kernels, shares "
     "the mean over their time. The [glossary](../glossary.md) explains stalls."
