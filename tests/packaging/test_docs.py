@@ -34,15 +34,15 @@ def test_the_readmes_code_runs(index, scratch_table):
     exec(compile(PYTHON[index], f"README.md, block {index}", "exec"), {})
 
 
-def test_the_compilers_answer_in_lesson_7(capsys, monkeypatch):
+def test_the_compilers_answer_in_lesson_7(capsys):
     """Which of two spellings it finds is of a version, which the lesson names."""
     if not torch.__version__.startswith("2.13") or DEVICE.type != "cpu":
         pytest.skip(f"the lesson's answer is of a CPU with PyTorch 2.13, this is {torch.__version__} on {DEVICE.type}")
     lesson = (ROOT / "docs" / "lessons" / "7-compile.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```", lesson, re.MULTILINE | re.DOTALL)
     assert "The first, on a CPU with PyTorch 2.13." in lesson
-    monkeypatch.setattr(config, "fx_graph_cache", True)  # the block sets it
-    exec(compile(block, "docs/lessons/7-compile.md", "exec"), {})
+    with config.patch(fx_graph_cache=True):  # the block sets it
+        exec(compile(block, "docs/lessons/7-compile.md", "exec"), {})
     assert capsys.readouterr().out.split() == ["1", "0"]
 
 

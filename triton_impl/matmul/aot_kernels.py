@@ -51,8 +51,8 @@ def descriptor_entry(
 
 
 AOT = [
-    entry(_matmul_naive_kernel, "bf16", {**_ROWS, **_NAIVE}),
-    entry(_matmul_naive_kernel, "fp32", {**_COLUMNS, **_NAIVE}),
+    entry(_matmul_naive_kernel, "bf16", {**_ROWS, **_NAIVE, "INT64_OFFSETS": False}),
+    entry(_matmul_naive_kernel, "fp32", {**_COLUMNS, **_NAIVE, "INT64_OFFSETS": True}),
     *(entry(_matmul_kernel, "bf16", {**_ROWS, **EVEN}, config) for config in CONFIGS["16-bit"][:4]),
     entry(_matmul_kernel, "fp16", {**_COLUMNS, **MASKED}, CONFIGS["16-bit"][0]),
     entry(_matmul_kernel, "bf16", {**_ROWS, **MASKED}, CONFIGS["16-bit thin"][0]),
