@@ -1,4 +1,4 @@
-"""The cards of ``docs/climb/OP.md``: one for every rung, always the same eight lines.
+"""The cards of ``docs/climb/OP.md``: one for every rung, of the same eight lines.
 
 Idea and limit come from the head of the rung's file, the prediction and its reason from ``predictions.toml``, times
 from rows. Counters are those that ``python -m bench profile --ncu --save`` keeps beside the rows.
@@ -32,6 +32,12 @@ VERDICTS = (
 Source = Mapping[tuple[str, ...], Counters]
 #: How the names of rungs begin whose kernels a compiler writes.
 COMPILERS = ("compile.", "xla.")
+#: Lines that say nothing. A compiler's rung has none of them, somebody's own rung has each until it says something.
+SILENT = {
+    "Prediction": "None was written.",
+    "Verdict": "Nothing was predicted as a number.",
+    "Limits it now": "Not known.",
+}
 #: Levels that have cards: first those whose kernels somebody wrote, then the compilers. PyTorch's functions stand in
 #: the table alone.
 CLIMBED = ("triton", "cuda", "compile", "xla")
@@ -74,15 +80,16 @@ def _card(
     said["Idea"] = _sentence(head.idea if head else "")
     said["Diff"] = _diff(head, described.get(before.partition(".")[2]))
     why = _sentence(note.get("why") or (head.predicts if head else ""))
-    said["Prediction"] = " ".join(filter(None, (why, f"{prediction}." if prediction else ""))) or "None was written."
+    said["Prediction"] = " ".join(filter(None, (why, f"{prediction}." if prediction else ""))) or SILENT["Prediction"]
     backward = call_of(op, name, note, mine, "backward")
     timed_backward = name in backward and backward[name].us is not None
     said["Measured"] = _measured(name, forward, step, backward)
     said["Counters"], shape = _counters(op, name, before, row, profiled, timed_backward, note)
     said["Verdict"] = _verdict(prediction, row, note, bool(shape))
-    said["Limits it now"] = _sentence(note.get("limit") or (head.limit if head else "")) or "Not known."
+    said["Limits it now"] = _sentence(note.get("limit") or (head.limit if head else "")) or SILENT["Limits it now"]
     said["Try this"] = _try(op, name, before, note, row, shape)
-    lines = [f"- **{line}**: {said[line]}" for line in LINES]
+    silent = {**SILENT, "Counters": _sentence(_no_counters(op, name, row, note))} if name.startswith(COMPILERS) else {}
+    lines = [f"- **{line}**: {said[line]}" for line in LINES if said[line] != silent.get(line)]
     return "\n".join([f"## {name}", "", *lines])
 
 
@@ -162,7 +169,7 @@ def _no_counters(op: str, name: str, row: Row | None, note: Mapping[str, Any]) -
 def _verdict(prediction: predictions.Prediction | None, row: Row | None, note: Mapping[str, Any], counted: bool) -> str:
     compared = "Open: not measured yet."
     if row is not None and row.us is not None:
-        compared = prediction.verdict(row.us) if prediction else "Nothing was predicted as a number."
+        compared = prediction.verdict(row.us) if prediction else SILENT["Verdict"]
         if "predicted." in compared and "than" in compared and "verdict" not in note and not counted:
             compared += " Why is open: no counters yet."
     elif row is not None:
