@@ -109,7 +109,8 @@ def test_what_is_open_is_a_file_of_jobs_with_commands_of_the_bench():
         words = job.command.split()
         words = words[words.index("python") :]
         assert words[:2] == ["python", "-m"]
-        assert words[2] in ("bench", "bench.attention_backward")
+        assert words[2] in ("bench", "bench.attention_backward", "pytest")
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
         if words[2:4] == ["bench", "--op"]:
             _selection(_sweep_parser().parse_args(words[3:]))
 
