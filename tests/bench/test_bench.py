@@ -174,7 +174,9 @@ def test_marks_have_a_legend():
     moved = dataclasses.replace(_timed("torch.naive", 12.0, 0.8), clocks_moved=True, graph=False)
     block = rates.of_op("gelu", [steady, moved])
     assert "†‡ |" in block
-    assert block.endswith("† its SM clock was not that of the rungs beside it; ‡ launched call by call, with the gaps between.")
+    assert block.endswith(
+        "† its SM clock was not that of the rungs beside it; ‡ launched call by call, with the gaps between."
+    )
     assert "†" not in rates.of_op("gelu", [steady])
 
 
