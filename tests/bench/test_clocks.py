@@ -239,4 +239,4 @@ def test_a_moved_clock_is_marked_in_the_table():
     console = Console(record=True, width=250)
     moved, other = Row(**timed, backend="torch.naive", clocks_moved=True), Row(**timed, backend="torch.builtin")
     bench_table.show([moved, other], console)
-    assert console.export_text().count("its clock was not its neighbours'") == 1
+    assert console.export_text().count("its SM clock was not that of the rungs beside it") == 1
