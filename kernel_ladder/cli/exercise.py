@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
@@ -24,8 +25,9 @@ from kernel_ladder.cli.listing import summary
 from kernel_ladder.errors import ExerciseError
 from kernel_ladder.exercises import catalog, template
 
-#: Seconds that a check may take, unless ``--limit`` says otherwise. The interpreter needs half a minute at most.
-LIMIT = 300
+#: Seconds that a check may take, unless ``--limit`` says otherwise. The interpreter needs half a minute at most; on a
+#: GPU each sample may compile kernels.
+LIMIT = 300 if torch.cuda.is_available() else 90
 
 EMULATED = (
     "There is no GPU here: a C++ compiler built the kernel and the CPU ran its threads in turn. Times, races between "
@@ -186,13 +188,14 @@ def _check_file(path: Path, chosen: argparse.Namespace, console: Console) -> int
         for line, todo in gaps:
             say(console, f"  line {line}: {todo}")
         return 1
-    status, last = 0, ""
+    status, last, judged = 0, "", False
     for event in _events(path, chosen):
         kind = event["event"]
         if kind == "running":
             last = f"sample {event['sample']!r} ({event['number']} of {event['of']})"
         elif kind == "rung":
             _print_rung(event, path, console)
+            judged = False
         elif kind == "unusable":
             raise ExerciseError(event["reason"])
         elif kind == "passed" and not event["passed"]:
@@ -211,6 +214,11 @@ def _check_file(path: Path, chosen: argparse.Namespace, console: Console) -> int
         elif kind == "ended":
             console.print(f"[red]{escape(event['reason'])}[/] It ran {last or 'before the first sample'}.")
             status = 1
+        judged = judged or kind in ("passed", "wrong", "error")
+    if not status and not judged:
+        where = last or "before the first sample"
+        console.print(f"[red]The process ended without a result.[/] It ran {where}: does it exit, or need more memory?")
+        status = 1
     return status
 
 

@@ -69,7 +69,8 @@ EXERCISES = (
             "A program is one instance of the kernel; tl.program_id(0) is its number. It works on a block of BLOCK "
             "elements at once: tl.arange(0, BLOCK) is the block [0, 1, …, BLOCK-1].",
             "i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK). The int64 matters from 2³¹ elements on.",
-            "A pointer plus a block of indices is a block of pointers: tl.load(input_ptr + i, mask=i < numel).",
+            "A pointer plus a block of indices is a block of pointers: x = tl.load(input_ptr + i, mask=i < numel). "
+            "Convert it with .to(tl.float32): the sum is rounded once, at the store.",
             "The grid is triton.cdiv(numel, BLOCK) programs: the quotient, rounded up, or the tail is never written.",
         ),
         asks=_of_one_shape,

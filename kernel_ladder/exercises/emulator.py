@@ -25,6 +25,7 @@ MOST_THREADS = 1024
 BEFORE = """
 #include <math.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include <ucontext.h>
 #define __global__
@@ -39,6 +40,8 @@ static dim3 gridDim, blockDim, blockIdx, threadIdx;
 struct alignas(16) float4 { float x, y, z, w; };
 template <typename A> A min(A a, A b) { return b < a ? b : a; }
 template <typename A> A max(A a, A b) { return a < b ? b : a; }
+template <typename A> A atomicAdd(A* at, A more) { A before = *at; *at = before + more; return before; }
+#define printf(...) fprintf(stderr, __VA_ARGS__)
 namespace emulator {
 enum { READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, DONE };
 static bool late, progress, crooked;

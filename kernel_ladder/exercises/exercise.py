@@ -62,7 +62,7 @@ class Exercise:
     mistakes: Sequence[Mistake] = ()
     backward: bool = False
     capability: tuple[int, int] = (0, 0)
-    otherwise: str = "Compare a small case by hand: print inside the kernel works in the interpreter."
+    otherwise: str = "Compare a small case by hand: without a GPU you can print inside the kernel (printf in CUDA)."
     slow: str = ""
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16)
 

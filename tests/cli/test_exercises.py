@@ -15,7 +15,7 @@ from kernel_ladder import user_rungs
 from kernel_ladder.__main__ import main
 from kernel_ladder.cli import exercise as exercise_command
 from kernel_ladder.errors import RungFileError
-from kernel_ladder.exercises import catalog, guards, judge, template, timing
+from kernel_ladder.exercises import catalog, causes, guards, judge, template, timing
 from kernel_ladder.exercises.cuda import CudaKernel
 from kernel_ladder.exercises.exercise import DIFFICULTIES
 from kernel_ladder.inspection.heads import ladder
@@ -101,7 +101,7 @@ def test_the_solution_passes(exercise, folder, scratch_table):
 
 #: Exercise, what to replace in its solution by what, and what the check must say.
 WRONG = [
-    ("add", "x.to(tl.float32) + y", "x.to(tl.float32) - y", "operand is subtracted"),
+    ("add", "(x + y)", "(x - y)", "operand is subtracted"),
     ("add", "triton.cdiv(numel, BLOCK)", "max(1, numel // BLOCK)", "were never written"),
     ("add", "element_ty), mask=mask)", "element_ty))", "past the end of a tensor"),
     ("gelu", "tl.sigmoid(2 * u)", "tl.sigmoid(u)", "not sigmoid"),
@@ -201,6 +201,29 @@ def test_warps_exchange_values_in_the_emulator():
         CudaKernel(source, "sums")(0, 64, out, x)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
+def test_a_kernel_in_the_emulator_prints_and_adds_atomically(capfd):
+    source = """
+    extern "C" __global__ void count(float* out) {
+        if (atomicAdd(out, 2.0f) == 0.0f) printf("thread %d is the first", threadIdx.x);
+    }
+    """
+    out = torch.zeros(1)
+    CudaKernel(source, "count")(2, 64, out)
+    assert out.item() == 256.0
+    assert capfd.readouterr().err == "thread 0 is the first", "standard output is for verdicts"
+
+
+def test_rounding_is_no_factor_and_one_column_no_tail():
+    exact = torch.full((8,), 3.0, dtype=torch.float64)
+    got = (exact * 1.004).half()
+    said = causes.symptom(got, exact, torch.ones(8, dtype=torch.bool), 1e-3)
+    assert said.startswith("Nearly right: rounding.")
+    wrong, got = torch.arange(8) > 0, exact + torch.arange(8)
+    assert "All wrong elements are in the last columns" in causes.symptom(got[None], exact[None], wrong[None], 1e-3)
+    assert causes.symptom(got, exact, wrong, 1e-3) is None, "of sums, one a row"
+
+
 def test_a_slow_solution_is_told_what_makes_it_slow():
     vectors = catalog.named("cuda_gelu_vectorized")
     assert "float4" in timing._slow(vectors, "cuda.mine", {"cuda.mine": 2.0, vectors.rung: 1.0})
@@ -280,7 +303,7 @@ def test_check_runs_a_file_in_a_process_of_its_own(folder, capsys):
     assert "torch.builtin" in text
     assert "solves it" in text
     assert ("mean nothing" in text) == (not torch.cuda.is_available())
-    written(folder, "wrong", solved.replace("x.to(tl.float32) + y", "x.to(tl.float32) * y"))
+    written(folder, "wrong", solved.replace("(x + y)", "(x * y)"))
     text = said_by(capsys, "check", "wrong.py", status=1)
     for fact in ("shapes", "dtype", "first at", "expected", "got", "bound", "operands are multiplied"):
         assert fact in text
@@ -291,6 +314,7 @@ def test_check_runs_a_file_in_a_process_of_its_own(folder, capsys):
     [
         ("import os; os.abort()", "300", "The process died of SIGABRT"),
         ("while True: pass", "4", "Stopped after 4 s"),
+        ("import sys; sys.exit(0)", "300", "The process ended without a result. It ran before the first sample"),
     ],
 )
 def test_what_ends_the_process_is_told(line, limit, said, folder, capsys):

@@ -18,15 +18,15 @@ def add_kernel(out_ptr, input_ptr, other_ptr, numel, BLOCK: tl.constexpr):
     # gap
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # end
-    # TODO 2: `x` and `y`, loaded at these indices. The last program may reach past the end: mask the loads.
+    # TODO 2: `x` and `y`, loaded at these indices, converted to float32. The last program may overhang: mask the loads.
     # gap
     mask = i < numel
-    x = tl.load(input_ptr + i, mask=mask)
-    y = tl.load(other_ptr + i, mask=mask)
+    x = tl.load(input_ptr + i, mask=mask).to(tl.float32)
+    y = tl.load(other_ptr + i, mask=mask).to(tl.float32)
     # end
-    # TODO 3: store x + y at `out_ptr + i`, with the same mask.
+    # TODO 3: store x + y at `out_ptr + i`, converted to out_ptr.dtype.element_ty, with the same mask.
     # gap
-    tl.store(out_ptr + i, (x.to(tl.float32) + y.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + i, (x + y).to(out_ptr.dtype.element_ty), mask=mask)
     # end
 
 
