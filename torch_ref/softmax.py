@@ -64,6 +64,7 @@ SAMPLES = [
     _case("expanded-dim0", (9, 33), 0, layout="expanded"),
     _case("large", (31, 130), values="large"),
     _case("constant", (3, 4096), values="constant"),
+    _case("falling", (5, 1200), values="falling"),
     _case("neg-inf-rows", (6, 200), values="neg_inf_rows"),
     _case("neg-inf-long-rows", (3, 40000), values="neg_inf_rows"),
     _case("lowest-rows", (6, 200), values="lowest_rows"),

@@ -79,12 +79,16 @@ def _online(input: torch.Tensor, rescaling: str) -> torch.Tensor:
     row_max = torch.full((*x.shape[:-1], 1), -torch.inf, device=x.device)
     row_sum = torch.zeros_like(row_max)
     for part in x.split(256, dim=-1):
-        new_max = torch.maximum(row_max, part.amax(-1, keepdim=True))
+        new_max = part.amax(-1, keepdim=True)
+        if rescaling != "local":
+            new_max = torch.maximum(row_max, new_max)
         added = torch.exp(part - new_max).sum(-1, keepdim=True)
         if rescaling == "none":
             row_sum = row_sum + added
         elif rescaling == "inverted":
             row_sum = torch.where(row_sum == 0, 0, row_sum * torch.exp(new_max - row_max)) + added
+        elif rescaling == "local":
+            row_sum = row_sum * torch.exp(row_max - new_max) + added
         elif rescaling == "forgotten":
             row_sum = added
         row_max = new_max
@@ -232,6 +236,10 @@ softmax(x)[i] = exp(x[i] − m) / s""",
             Mistake(
                 "The sums of earlier blocks are lost: add to row_sum.",
                 lambda input, *, dim: _online(input, "forgotten"),
+            ),
+            Mistake(
+                "new_max is the maximum of one block: it must be that of all blocks so far, so take row_max into it.",
+                lambda input, *, dim: _online(input, "local"),
             ),
             Mistake("The division by the sum is missing.", _softmax_undivided),
         ),

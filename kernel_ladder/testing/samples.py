@@ -20,7 +20,7 @@ _NUMBERS = ("float8", "scale", "bias")
 _OFFSETS = ("offsets", "equal_offsets")
 _BOOLEANS = ("boolean", "hidden_rows")
 KINDS = (*_BOOLEANS, "lengths", "pages", "parameter", "rotations", "starts", *_OFFSETS, *_NUMBERS, *_CLASSES)
-VALUES = ("normal", "large", "outliers", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant")
+VALUES = ("normal", "large", "outliers", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant", "falling")
 
 
 def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
@@ -101,6 +101,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     - ``normal``: as drawn; ``large``: times 100; ``constant``: one value, so that sums cancel exactly
     - ``outliers``: one element in 997 times 100, in places that are spread over rows and columns
     - ``offset``: plus 1000, a mean whose square hides the variance
+    - ``falling``: the first half of each row plus 200, so that a maximum is met early and must be kept
     - ``neg_inf_rows``: some −inf, and (of two or more rows) the first row all −inf; ``lowest_rows``: the same with the
       lowest number of `dtype`, which users also write into masks
     - ``nan`` and ``inf``: one element in seven replaced by NaN, or by ±inf
@@ -137,6 +138,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
             x.view(-1)[::997] *= 100
         elif case.values == "offset":
             x = x + 1000
+        elif case.values == "falling":
+            x[..., : x.shape[-1] // 2] += 200
         elif case.values == "constant":
             x = torch.full_like(x, 1.5)
         elif case.values in ("neg_inf_rows", "lowest_rows"):

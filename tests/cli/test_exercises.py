@@ -112,6 +112,7 @@ WRONG = [
     ("softmax", 'other=-float("inf")', "other=0.0", "Masked lanes count as 0"),
     ("softmax_online", "row_sum * tl.exp(row_max - new_max)", "row_sum", "not rescaled"),
     ("softmax_online", "tl.exp(row_max - new_max) +", "0 +", "sums of earlier blocks are lost"),
+    ("softmax_online", "tl.maximum(row_max, tl.max(x, axis=0))", "tl.max(x, axis=0)", "maximum of one block"),
     ("rms_norm", "axis=0) / n_cols", "axis=0) / BLOCK", "masked lanes too"),
     ("rms_norm", "tl.sqrt(mean_square + eps)", "(mean_square + eps)", "root is missing"),
     ("add_rms_norm", "x = total.to(tl.float32)", "pass", "of the input alone"),
