@@ -1,8 +1,8 @@
 """Refuse a page of ``docs/climb`` whose cards are not whole.
 
 Every card, a heading of the second level with the name of a rung, has the same lines in the same order, at most 25 of
-them; that of a compiler's rung lacks those that would say nothing. Its counters are there, those of a timed backward pass too, or the line says why they are not. A verdict far off
-its prediction says why.
+them; that of a compiler's rung lacks those that would say nothing. Its counters are there, those of a timed backward
+pass too, or the line says why they are not. A verdict far off its prediction says why.
 
     python _build/cards.py            every page
     python _build/cards.py FILE…      these pages alone

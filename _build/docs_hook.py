@@ -346,7 +346,7 @@ def counter(kind: str, op: str, rung: str, name: str, *call: str) -> str:
 def kernels(op: str, rung: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> str:
     """A table of the kernels of a call, in the order in which they ran."""
     call = (op, rung, pass_, dtype, shape)
-    for path in sorted(ROWS.parent.glob(f"*{counters.SUFFIX}"), key=lambda path: path != counters.file_beside(ROWS)):
+    for path in counters.files_beside(ROWS):
         for row in counters.read(path):
             if tuple(row[name] for name in counters.KEY if name != "gpu") == call:
                 lines = [

@@ -24,6 +24,12 @@ def file_beside(results: Path) -> Path:
     return results.with_suffix(SUFFIX)
 
 
+def files_beside(results: Path) -> list[Path]:
+    """The files of counters in the folder of a file of rows: that of its machine, then those of others by name."""
+    own = file_beside(results)
+    return [own, *(path for path in sorted(own.parent.glob(f"*{SUFFIX}")) if path != own)]
+
+
 def results_file() -> Path:
     """Where this machine's counters are kept."""
     return file_beside(environment.results_file())

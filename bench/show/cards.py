@@ -136,7 +136,7 @@ def _counters(
     """Before → after of both passes, and the shape that was profiled; without counters the reason."""
     calls = [key for key in profiled if key[:3] == (op, name, "forward")]
     if not calls:
-        return f"{_sentence(_no_counters(op, name, row, note))}", ""
+        return _sentence(_no_counters(op, name, row, note)), ""
     at = (row.dtype, row.shape) if row is not None else ("", "")
     key = next((key for key in calls if key[3:] == at), calls[0])
     mine, old = profiled[key], profiled.get((op, before, *key[2:]), {})

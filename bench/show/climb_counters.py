@@ -48,8 +48,7 @@ def origin(op: str, results: Path, pass_: str) -> str:
 
 def _files(op: str, results: Path) -> list[tuple[Path, list[dict[str, Any]]]]:
     """The files that have counters of an operation, with those: first the one with most, of equals that of the rows."""
-    own = counters.file_beside(results)
-    paths = [own, *(path for path in sorted(own.parent.glob(f"*{counters.SUFFIX}")) if path != own)]
+    paths = counters.files_beside(results)
     found = [(path, [row for row in counters.read(path) if row["op"] == op]) for path in paths]
     return sorted(((path, rows) for path, rows in found if rows), key=lambda each: -len(each[1]))
 

@@ -223,3 +223,4 @@ def test_a_reason_stands_for_counters():
     reason = "**Counters**: none committed yet: the profiler has not been run on this rung."
     assert list(check.faults(CARD.replace("**Counters**: text", reason))) == []
     assert check.LINES == cards.LINES
+    assert check.COMPILERS == cards.COMPILERS
