@@ -9,6 +9,9 @@ from kernel_ladder.exercises.guards import unwritten
 from kernel_ladder.spec import Inputs, Options, Output, as_tuple
 from kernel_ladder.testing.agreement import named
 
+#: A mistake that another sample shows by large deviations may look like it in this one.
+ROUNDING = "Nearly right: rounding. Convert to float32 after loading, sum in float32, and round once, at the store."
+
 
 def known_mistake(
     exercise: Exercise,
@@ -87,5 +90,5 @@ def symptom(got: torch.Tensor, exact: torch.Tensor, wrong: torch.Tensor, bound: 
             )
     largest = e.abs().max().item() if e.numel() else 0.0
     if (v - e).abs().max().item() <= max(8 * bound, 0.02 * largest):
-        return "Nearly right: rounding. Convert to float32 after loading, sum in float32, and round once, at the store."
+        return ROUNDING
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -116,12 +117,14 @@ def test_a_product_beside_a_slow_call_runs_at_the_clocks_of_one_alone():
         product = timing.prepare(lambda i: x @ x, 1, DEVICE)
         timing.settle([product], cap_s=2.0)
         waiting = timing.prepare(lambda i: torch.cuda._sleep(10**8), 1, DEVICE)
-        found = [
-            milliseconds({"product": product, "slow": waiting}) / milliseconds({"product": product}) for _ in range(5)
-        ]
-    # The card's clock drifts by 2 % from one measurement to the next, and by more while it warms up. A harness that
-    # lets it rest beside a slow call finds other clocks in every pair.
-    assert sum(abs(ratio - 1) <= 0.02 for ratio in found) >= 2, found
+        pairs = [{"product": product, "slow": waiting}, {"product": product}]
+        found = []
+        for i in range(6):  # in turn first and second, because a card that warms up slows what comes second
+            measured = [milliseconds(pairs[(i + j) % 2]) for j in range(2)]
+            found.append(measured[i % 2] / measured[1 - i % 2])
+    # The card's clock drifts by up to 4 % from one measurement to the next. A harness that lets it rest beside a slow
+    # call finds other clocks in every pair.
+    assert abs(statistics.median(found) - 1) <= 0.03, found
 
 
 def test_a_hiccup_of_the_host_makes_no_call_long(monkeypatch):

@@ -157,6 +157,19 @@ def test_a_wrong_solution_is_told_why(name, right, wrong, said, folder, scratch_
     assert re.search(said, explained), event
 
 
+@pytest.mark.parametrize(("causes_", "told"), [(["nearly", None, "known", None], 2), ([None, "nearly", None], 1)])
+def test_a_later_sample_may_tell_more_than_rounding(causes_, told, folder, scratch_table, monkeypatch):
+    """Without a running maximum, an online softmax is a little off on one sample, and infinite on a later one."""
+    skip_unless_available("gelu", "triton")
+    said = {"nearly": causes.ROUNDING, "known": "the mistake"}
+    left = [cause and {"cause": said[cause]} for cause in causes_]
+    monkeypatch.setattr(judge, "check_sample", lambda *args: left.pop(0) if left else None)
+    event = last_event(written(folder, "wrong_gelu", template.solution(catalog.named("gelu"))))
+    assert event["event"] == "wrong"
+    assert event["cause"] == said[causes_[told]]
+    assert event["passed"] == next(i for i, cause in enumerate(causes_) if cause), "those before the first wrong one"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "said"),

@@ -18,8 +18,9 @@ from kernel_ladder.selection.kinds import KINDS
 from kernel_ladder.spec import Inputs
 from kernel_ladder.testing.samples import empty_inputs
 
-#: Empty calls that a repeated choice takes at most, of about 25 ns each; attention reads the layouts of three tensors.
-EMPTY_CALLS, OF_ATTENTION = 40, 60
+#: Empty calls that a repeated choice takes at most, of 23 ns each; attention reads the layouts of three tensors.
+#: Machines differ in this ratio: `add` took 24 on one and 41 on another.
+EMPTY_CALLS, OF_ATTENTION = 44, 66
 
 
 def call_of(op: str) -> tuple[list, dict]:

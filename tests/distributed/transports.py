@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import time
 from collections.abc import Callable
@@ -146,6 +147,7 @@ def check_lost_rank(folder: str) -> None:
 
     The last check: no rank's GPU is fit for another, so that both processes end here.
     """
+    faulthandler.dump_traceback_later(60, exit=True)  # a rank that hangs says where, and ends
     group = dist.new_group(timeout=timedelta(seconds=10))
     x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
 
