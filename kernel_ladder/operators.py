@@ -25,6 +25,7 @@ import torch
 
 from kernel_ladder import autocast, autograd, selection, table
 from kernel_ladder.errors import raise_for_memory
+from kernel_ladder.selection import small
 from kernel_ladder.semantics.strides import aligned, as_traced
 from kernel_ladder.spec import Inputs, Options, Output, as_tuple, each
 from kernel_ladder.table import Variant
@@ -466,8 +467,9 @@ def _called(
         return list(as_tuple(restated.output(_one_or_all(outputs))))
     named = {name: value if name in _CHANGING else _constant(value) for name, value in named.items()}
     inputs = _fixed_widths(op, inputs)
-    variant = selection.choose(op, backend, inputs, named, False, source)
-    if all(_is_real(x) for x in inputs):
+    variant = None if (real := all(map(_is_real, inputs))) else small.left_to_compiler(op, backend, inputs, named)
+    variant = variant or selection.choose(op, backend, inputs, named, False, source)
+    if real:
         return list(as_tuple(autograd.run(variant, inputs, named)))
     if variant.backward is None:
         with building_graph():

@@ -76,7 +76,8 @@ def rotation(original: Callable[..., Any], backend: str) -> Callable[..., tuple[
             and not cos.requires_grad
             and cos.shape[-1] % 2 == 0
         )
-        if not taken:
+        # One token a sequence: kernel_ladder/selection/small.py leaves it to the compiler, which then needs no table.
+        if not taken or (backend == "auto" and is_compiling() and q.shape[-2] == 1):
             return original(q, k, cos, sin, *others, **options)
         table = table_of(cos, sin)
         return ops.rope(q, table, backend=backend), ops.rope(k, table, backend=backend)

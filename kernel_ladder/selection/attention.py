@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import torch
 from torch.compiler import is_compiling
 
 from kernel_ladder.selection.matmul import is_hopper
@@ -83,6 +84,25 @@ def prefer_wgmma(inputs: Inputs, options: Options) -> tuple[str, ...]:
     return ("cuda.wgmma",) if cheaper(seqlen_q, seqlen_k, is_causal, window) else ()
 
 
+def few_queries(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether all queries that share a head of keys fit in the one tile of ``split_kv``."""
+    queries, heads, heads_kv = map(concrete, (query.shape[-2], query.shape[-3], key.shape[-3]))
+    return queries * heads <= SPLIT_ROWS * heads_kv
+
+
+def automatic(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """Prefers the cuda level on Hopper, and on any GPU its ``split_kv`` for few queries that have a mask.
+
+    Such calls decode with a cache of fixed size, whose free places are masked. PyTorch's kernel for masks then has one
+    block for each head of queries, which reads all of its keys, and PyTorch repeats grouped heads for it.
+    """
+    query, key = inputs[:2]
+    if len(inputs) > 3 and inputs[3] is not None:
+        split = query.is_cuda and query.element_size() == 2 and few_queries(query, key) and not wants_gradient(*inputs)
+        return ("cuda.split_kv",) if split else ()
+    return cuda_on_hopper(inputs, options)
+
+
 def cuda_on_hopper(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """Prefers the cuda level on Hopper; with gradients by head dimension and number of keys.
 
@@ -98,11 +118,8 @@ def cuda_on_hopper(inputs: Inputs, options: Options) -> tuple[str, ...]:
     d, d_v = concrete(query.shape[-1]), concrete(value.shape[-1])
     if not query.is_cuda or query.element_size() != 2 or (d != d_v and (d, d_v) != OF_DEEPSEEK):
         return ()
-    if not is_hopper(query.get_device()) or (len(inputs) > 3 and inputs[3] is not None):
-        return ()
-    queries, heads, heads_kv = map(concrete, (query.shape[-2], query.shape[-3], key.shape[-3]))
     keys = concrete(key.shape[-2])
-    if queries * heads <= SPLIT_ROWS * heads_kv or (d != d_v and keys < SHORTEST_WIDE):
+    if not is_hopper(query.get_device()) or few_queries(query, key) or (d != d_v and keys < SHORTEST_WIDE):
         return ()
     if wants_gradient(*inputs):
         no_window = tuple(options.get("window_size") or NO_WINDOW) == NO_WINDOW
@@ -142,6 +159,6 @@ def packed_backward_on_hopper(head_dim: int, rows: int, sequences: int) -> str:
 
 RULES = {
     ("attention", "cuda"): prefer_wgmma,
-    ("attention", "auto"): cuda_on_hopper,
+    ("attention", "auto"): automatic,
     ("attention_varlen", "auto"): triton_for_gradients_of_packed,
 }

@@ -17,7 +17,9 @@ from kernel_ladder.spec import Inputs, Options
 Rule = Callable[[Inputs, Options], tuple[str, ...]]
 
 #: Files of this package that have no rules.
-WITHOUT_RULES = frozenset({"choosers", "features", "kinds", "matmul_parts", "measured", "orders", "rules", "tables"})
+WITHOUT_RULES = frozenset(
+    ("choosers", "features", "kinds", "matmul_parts", "measured", "orders", "rules", "small", "tables")
+)
 
 
 def reason_of(rule: Rule) -> str:

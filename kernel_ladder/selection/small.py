@@ -1,0 +1,43 @@
+"""Calls that ``backend="auto"`` leaves to the compiler of a graph on a GPU: those whose launch outlasts their work.
+
+A model that generates computes one token a step. Each of its rows and elements takes less time to move than a kernel
+takes to launch. Inductor computes several such operations in one kernel, which no rung of one operation can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernel_ladder import table
+from kernel_ladder.spec import Inputs, Options
+from kernel_ladder.table import Variant
+from kernel_ladder.tracing import concrete, wants_gradient
+
+#: Operations that Inductor fuses with their neighbours. Those with dropout keep the mask of their own seed.
+FUSED = frozenset(
+    ("gelu", "softmax", "add", "sum", "layer_norm", "rms_norm", "bias_gelu", "swiglu", "add_rms_norm", "rope")
+)
+#: Elements of the first tensor: at 16 bits, twice 2 MiB move in a microsecond on an H100, and a launch takes two.
+FEW = 2**20
+
+
+def left_to_compiler(op: str, backend: str, inputs: Inputs, options: Options) -> Variant | None:
+    """The formula that a graph gets in place of a kernel, or None. Where a gradient is wanted, a rung saves memory."""
+    x = inputs[0]
+    if backend != "auto" or op not in FUSED or x is None or not x.is_cuda or wants_gradient(*inputs):
+        return None
+    if _elements(x.shape) > FEW:
+        return None
+    reason, found = table.at_level(op, "compile")
+    formula = found.get("compile.default")
+    return formula if reason is None and formula and formula.unsupported(*inputs, **options) is None else None
+
+
+def _elements(shape: Sequence[int | torch.SymInt]) -> int:
+    """The number of elements; where sizes are symbols that of the example, so that no guard is made."""
+    count = 1
+    for size in shape:
+        count *= concrete(size)
+    return count
