@@ -426,10 +426,10 @@ def _fixed_widths(op: str, inputs: Inputs) -> Inputs:
 
     def fixed(x: torch.Tensor) -> torch.Tensor:
         shape = list(x.shape)
-        for dim in (-1, heads):
-            if dim is not None and len(shape) >= -dim and isinstance(shape[dim], torch.SymInt):
-                shape[dim] = int(shape[dim])
-        return x if all(a is b for a, b in zip(shape, x.shape, strict=True)) else x.expand(shape)
+        symbols = [d for d in (-1, heads) if d and len(shape) >= -d and isinstance(shape[d], torch.SymInt)]
+        for dim in symbols:
+            shape[dim] = int(shape[dim])
+        return x.expand(shape) if symbols else x
 
     # No kernel is compiled for a number of sequences, or of pages, which the tensors from these places on have.
     last = {"attention_paged": 3, "rope": 2}.get(op, len(inputs))

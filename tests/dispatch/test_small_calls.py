@@ -48,8 +48,8 @@ def test_large_calls_and_those_of_other_operations_are_not():
     assert small.left_to_compiler("gelu", "auto", (torch.empty(3),), {"approximate": "none"}) is None, "on a CPU"
 
 
-def kernels_of(function, *inputs) -> list[str]:
-    """The rungs whose kernels stand in the graph of a function."""
+def graph_of(function, *inputs) -> list[torch.fx.Node]:
+    """The nodes of a function's graph, as a compiler gets them."""
     graphs = []
 
     def keep(graph, given):
@@ -58,8 +58,24 @@ def kernels_of(function, *inputs) -> list[str]:
 
     backend = aot_autograd(fw_compiler=keep, inference_compiler=keep)
     torch.compile(function, fullgraph=True, backend=backend)(*inputs)
-    nodes = [node for graph in graphs for node in graph.graph.nodes]
-    return [node.args[1] for node in nodes if node.target is torch.ops.kernel_ladder.forward.default]
+    return [node for graph in graphs for node in graph.graph.nodes]
+
+
+def kernels_of(function, *inputs) -> list[str]:
+    """The rungs whose kernels stand in the graph of a function."""
+    forward = torch.ops.kernel_ladder.forward.default
+    return [node.args[1] for node in graph_of(function, *inputs) if node.target is forward]
+
+
+@pytest.mark.usefixtures("forget_compiled")
+@torch.no_grad()
+def test_a_call_adds_no_view_to_a_graph():
+    """Its width would be made a constant, which that of a graph of fixed sizes is."""
+    x, weight = torch.randn(3, 300), torch.randn(300)
+    nodes = graph_of(lambda x, w: kernel_ladder.rms_norm(x, (300,), w, backend="torch"), x, weight)
+    views = {torch.ops.aten.expand.default, torch.ops.aten.view.default, torch.ops.aten.alias.default}
+    assert len(nodes) > 3
+    assert not [node for node in nodes if node.target in views]
 
 
 @needs_cuda_tensors
