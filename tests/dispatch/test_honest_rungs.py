@@ -59,7 +59,10 @@ _NORM_PARTIALS = {
     **_PARTIALS,
     "triton.cluster": {"triton_impl.norm.cluster_backward:*": "the backward pass of cluster, a file of its own"},
 }
-_ATTENTION_BACKWARD = {"triton_impl.attention.backward:*": "one backward pass of Triton serves every fused forward"}
+_ATTENTION_BACKWARD = {
+    "triton_impl.attention.backward:*": "one backward pass of Triton serves every fused forward",
+    "triton_impl.attention.delta:*": "the sums of each row that every backward pass needs",
+}
 _SUM_ROWS = {"*sum_coalesced_*": "the gradient of what was broadcast is a sum, by sum's last rung"}
 _EVERY_LONGER = "norms have three backward passes: naive, block, and one for all rungs from registers on"
 _OF_NORM = {

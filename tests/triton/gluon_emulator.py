@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
 from triton.runtime.jit import JITFunction
 
 
@@ -312,3 +313,39 @@ def _functions(kernel: JITFunction, program: int, programs: int) -> Callable[...
         )
 
     return emulated(kernel)
+
+
+# ---- host code -----------------------------------------------------------------------------------------------------
+
+
+class EmulatedLaunch:
+    """Stands for a :class:`triton_impl.runtime.descriptor_launch.DescriptorLaunch`."""
+
+    def __init__(self, kernel: Any, programs: int, describe: Sequence[Any], arguments: tuple, options: dict) -> None:
+        self.kernel, self.programs, self.describe, self.arguments = kernel, programs, describe, arguments
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        given = [
+            x if d is None else Descriptor(x, *d.block_shape[-2:]) for d, x in zip(self.describe, tensors, strict=True)
+        ]
+        launch(self.kernel, self.programs, *given, *self.arguments)
+
+
+class EveryConfiguration:
+    """Stands for an :class:`triton_impl.runtime.autotuner.Autotuner`: all are run, and must give about the same."""
+
+    def __init__(self, results: int) -> None:
+        self.results = results  # how many tensors a launch writes, the first ones
+        self.ran: list[triton.Config] = []
+
+    def launch(self, key: tuple, configs: Sequence[triton.Config], make: Any, *tensors: torch.Tensor) -> Any:
+        found = None
+        for config in configs:
+            run = make(config)
+            run(*tensors)
+            self.ran.append(config)
+            results = [x.clone() for x in tensors[: self.results]]
+            for x, y in zip(results, found or results, strict=True):
+                torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2, equal_nan=True)
+            found = results
+        return run

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,15 +12,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernel_ladder import spec
-from kernel_ladder.spec import Case
-from kernel_ladder.testing.agreement import agreement
-from kernel_ladder.testing.samples import make_inputs
-from triton_impl.attention import tma as attention_tma
-from triton_impl.attention import warp_specialized
+import kernel_ladder
+from kernel_ladder import autograd, spec, table
+from kernel_ladder.spec import Case, Inputs, as_leaves
+from kernel_ladder.testing.agreement import agreement, evaluate
+from kernel_ladder.testing.samples import make_grad, make_inputs
+from triton_impl.attention import backward, specialized_backward, warp_specialized
 from triton_impl.attention.call import Call
+from triton_impl.runtime.launch_cache import LaunchCache
 
-from .gluon_emulator import DeadlockError, Descriptor, launch
+from ..conftest import needs_gpu, skip_unless_it_runs
+from .gluon_emulator import DeadlockError, EmulatedLaunch, EveryConfiguration, launch
 
 
 class Sample(NamedTuple):
@@ -50,44 +53,143 @@ SAMPLES = {
 }
 
 
-def forward(call: Call, config: dict, programs: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The forward kernel, as ``warp_specialized._first`` launches it."""
-    output, lse = call.empty_results()
-    block_n, consumers = config["BLOCK_N"], config["CONSUMERS"]
-    batch, heads, seqlen_q, _ = call.q.shape
-    tiles = -(-seqlen_q // (consumers * 64))
-    count, fold = warp_specialized._programs(
-        tiles, batch * heads, call.heads_per_section, call.kind == 1, programs or 3
-    )
-    d, d_v = call.constants["BLOCK_D"], call.constants["BLOCK_DV"]
-    described = Descriptor(call.q, 64, d), Descriptor(call.k, block_n, d), Descriptor(call.v, block_n, d_v)
-    arguments = (*attention_tma.arguments(call, output), fold)
-    constants = {"BAND": call.kind, "BLOCK_D": d, "BLOCK_DV": d_v, **config}
-    launch(warp_specialized._specialized_kernel, count, output, lse, *described, *arguments, **constants)
+@pytest.fixture
+def emulated(monkeypatch) -> dict[str, EveryConfiguration]:
+    """Host code launches the emulator; what chose among configurations, by module."""
+    monkeypatch.setattr(warp_specialized, "DescriptorLaunch", EmulatedLaunch)
+    monkeypatch.setattr(specialized_backward, "DescriptorLaunch", EmulatedLaunch)
+    monkeypatch.setattr(warp_specialized, "multiprocessors", lambda *_: 3)
+    monkeypatch.setattr(backward, "_launches", LaunchCache())
+    made = {"forward": EveryConfiguration(2), "keys": EveryConfiguration(2), "queries": EveryConfiguration(1)}
+    monkeypatch.setattr(warp_specialized, "_autotuner", made["forward"])
+    monkeypatch.setattr(specialized_backward, "_of_keys", made["keys"])
+    monkeypatch.setattr(specialized_backward, "_of_queries", made["queries"])
+    return made
+
+
+def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    output, lse = (x.fill_(math.nan) for x in call.empty_results())
+    warp_specialized._first(call, output, lse)
     return output, lse
+
+
+def call_of(case: Case, inputs: Inputs) -> Call:
+    return Call.of(*inputs, None, case.options["is_causal"], None, case.options["window_size"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_the_forward_kernel_agrees(sample, dtype):
+def test_the_forward_kernel_agrees(sample, dtype, emulated):
     case = SAMPLES[sample].case()
     inputs = make_inputs(case, dtype, "cpu")
-    call = Call.of(*inputs, None, case.options["is_causal"], None, case.options["window_size"])
-    width = max(64, call.constants["BLOCK_D"], call.constants["BLOCK_DV"])
-    for config in warp_specialized.configs(width):
-        output, _ = forward(call, config.kwargs)
-        found = agreement(spec("attention"), lambda *_, output=output, **options: output, inputs, case.options)
-        assert found.agrees, (str(found), config)
+    output, _ = forward(call_of(case, inputs))
+    found = agreement(spec("attention"), lambda *_, **options: output, inputs, case.options)
+    assert found.agrees, str(found)
+    assert emulated["forward"].ran
 
 
-def test_the_log_sum_exp_agrees():
+def test_the_log_sum_exp_agrees(emulated):
     case = SAMPLES["causal-more-queries"].case()
-    inputs = make_inputs(case, torch.bfloat16, "cpu")
-    call = Call.of(*inputs, None, "lower_right", None, (-1, -1))
-    _, lse = forward(call, warp_specialized.configs(64)[0].kwargs)
+    call = call_of(case, make_inputs(case, torch.bfloat16, "cpu"))
+    _, lse = forward(call)
     expected = kernel_lse(call)
     torch.testing.assert_close(lse.view(expected.shape).double() * math.log(2), expected, rtol=1e-5, atol=1e-5)
     assert bool(expected.isneginf().any()), "the first queries see no key"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_the_kernels_of_gradients_agree(sample, dtype, emulated):
+    case = SAMPLES[sample].case()
+    inputs = make_inputs(case, dtype, "cpu")
+    grad = make_grad(spec("attention"), inputs, case.options)
+    found = agreement(spec("attention"), differentiated(), inputs, case.options, grad)
+    assert found.agrees, str(found)
+    assert emulated["keys"].ran
+    assert emulated["queries"].ran
+
+
+def rung(step: str) -> table.Variant:
+    return next(v for v in table.variants("attention", "triton") if v.name == f"triton.{step}")
+
+
+def differentiated() -> Any:
+    """Attention whose forward pass is `flash`'s, interpreted, and whose gradients are those of the kernels here."""
+    variant = dataclasses.replace(rung("flash"), backward=specialized_backward.attention_backward)
+    return lambda *x, **options: autograd.run(variant, x, options)
+
+
+LARGE = {
+    "grouped": Sample((4, 2), (1000, 1500), (128, 128)),
+    "causal-narrow": Sample((3, 3), (2048, 2048), (64, 64), is_causal=True),
+    "causal-wide": Sample((2, 1), (1500, 1500), (128, 128), is_causal=True),
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sample", [*SAMPLES, *LARGE])
+def test_the_kernels_of_gradients_agree_on_a_gpu(sample, dtype):
+    variant = dataclasses.replace(rung("warp_specialized"), backward=specialized_backward.attention_backward)
+    case = (SAMPLES | LARGE)[sample].case()
+    inputs = make_inputs(case, dtype, "cuda")
+    skip_unless_it_runs(variant, inputs, case.options)
+    grad = make_grad(spec("attention"), inputs, case.options)
+
+    def run(*x: torch.Tensor, **options: Any) -> Any:
+        return autograd.run(variant, x, options)
+
+    found = agreement(spec("attention"), run, inputs, case.options, grad)
+    assert found.agrees, str(found)
+    first, *others = [evaluate(run, inputs, case.options, grad) for _ in range(5)]
+    assert all(torch.equal(x, other[name]) for name, x in first.items() for other in others), "not the same bits"
+
+
+def test_gradients_that_no_descriptor_describes_are_copied(emulated):
+    """The gradient of a sum is one number, expanded."""
+    case = SAMPLES["ragged"].case()
+    inputs = as_leaves(make_inputs(case, torch.bfloat16, "cpu"))
+    output = differentiated()(*inputs, **case.options)
+    output.sum().backward()
+    expected = torch.ones(()).bfloat16().expand(output.shape)
+    assert specialized_backward.describable(expected).stride() == output.stride()
+    assert specialized_backward.describable(output) is output
+    standard = as_leaves(make_inputs(case, torch.bfloat16, "cpu"))
+    kernel_ladder.attention(*standard, backend="torch.naive", **case.options).sum().backward()
+    for x, y in zip(inputs, standard, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_what_is_wanted_is_computed(needs, emulated):
+    case = SAMPLES["causal"].case()
+    inputs = make_inputs(case, torch.bfloat16, "cpu")
+    leaves = [x.requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
+    differentiated()(*leaves, **case.options).sum().backward()
+    assert [x.grad is not None for x in leaves] == list(needs)
+    assert bool(emulated["queries"].ran) == needs[0]
+    assert bool(emulated["keys"].ran) == (needs[1] or needs[2])
+
+
+def test_the_gradient_of_the_log_sum_exp_counts(emulated):
+    case = SAMPLES["ragged"].case()
+    grads = []
+    for run in (differentiated(), lambda *x, **o: kernel_ladder.attention(*x, backend="torch", **o)):
+        leaves = as_leaves(make_inputs(case, torch.bfloat16, "cpu"))
+        output, lse = run(*leaves, **case.options, return_lse=True)
+        (output.float().square().sum() + lse.square().sum()).backward()
+        grads.append([x.grad for x in leaves])
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.05, atol=0.1)
+
+
+def test_wider_heads_have_the_kernels_of_flash(emulated):
+    case = Sample((1, 1), (32, 32), (192, 128)).case()
+    inputs = make_inputs(case, torch.bfloat16, "cpu")
+    grad = make_grad(spec("attention"), inputs, case.options)
+    found = agreement(spec("attention"), differentiated(), inputs, case.options, grad)
+    assert found.agrees, str(found)
+    assert not emulated["keys"].ran
 
 
 def kernel_lse(call: Call) -> torch.Tensor:

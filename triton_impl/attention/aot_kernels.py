@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from triton_impl.attention import warp_specialized
+from triton_impl.attention import specialized_backward, warp_specialized
 from triton_impl.attention.backward import _key_value_kernel, _query_kernel
 from triton_impl.attention.flash import _forward_kernel
 from triton_impl.attention.mask_grad import _mask_grad_kernel
@@ -84,6 +84,24 @@ def _warp_specialized(head_dim: int, choice: int, band: int = 0) -> Entry:
     return made._replace(signature=made.signature | {"lse_ptr": "*fp32", "factor": "fp32"} | described)
 
 
+def _specialized_backward(kernel, head_dim: int, choice: int, band: int = 0) -> Entry:
+    of_keys = kernel is specialized_backward._of_keys_kernel
+    tiles = specialized_backward.KEY_TILES if of_keys else specialized_backward.QUERY_TILES
+    config = specialized_backward.configs(tiles[head_dim])[choice]
+    made = entry(kernel, "bf16", {"BAND": band, "BLOCK_D": head_dim, "BLOCK_DV": head_dim}, config)
+    kept, passing = specialized_backward.KEPT.value, config.kwargs["ROWS"]
+    rows = {name: passing if of_keys == (name in ("q_desc", "g_desc")) else kept for name in DESCRIBED}
+    described = {
+        name: f"tensordesc<bf16[1, 1, {n}, {head_dim}],{warp_specialized._layout(n, head_dim, torch.bfloat16)!r}>"
+        for name, n in rows.items()
+    }
+    return made._replace(signature=made.signature | STATISTICS | described)
+
+
+DESCRIBED = ("q_desc", "g_desc", "k_desc", "v_desc")
+STATISTICS = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "factor": "fp32", "scale": "fp32"}
+
+
 def _merge(before: str, into: str) -> Entry:
     """Results of head dimension 128, in bfloat16, merged with `before`."""
     constants = {"BLOCK_M": 32, "BLOCK_D": 128, "i_d": 1, "o_d": 1, "f_d": 1, "l_s": 1, "m_s": 1}
@@ -130,6 +148,11 @@ AOT = [
     _warp_specialized(128, 0, BELOW_DIAGONAL),
     _warp_specialized(128, 1),
     _warp_specialized(256, 0, BETWEEN_DIAGONALS),
+    _specialized_backward(specialized_backward._of_keys_kernel, 64, 0),
+    _specialized_backward(specialized_backward._of_keys_kernel, 128, 0, BELOW_DIAGONAL),
+    _specialized_backward(specialized_backward._of_keys_kernel, 128, 1, BETWEEN_DIAGONALS),
+    _specialized_backward(specialized_backward._of_queries_kernel, 64, 0),
+    _specialized_backward(specialized_backward._of_queries_kernel, 128, 1, BELOW_DIAGONAL),
     ahead_of_time(_split_kernel, 128, 16, 64, 4, 3),
     ahead_of_time(_split_kernel, 128, 16, 128, 4, 2, BELOW_DIAGONAL),
     ahead_of_time(_split_kernel, 256, 32, 64, 4, 3),

@@ -5,13 +5,16 @@ Idea      FlashAttention-2's backward (Dao, arXiv:2307.08691, algorithm 2). Scor
 
               dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP − delta)      dQ = scale · dS K      dK = scale · dSᵀ Q
 
-Kernels   `_delta_kernel` computes delta. `_key_value_kernel` takes a tile of keys and loops over the queries of every
+Kernels   `_delta_kernel` (``delta.py``). `_key_value_kernel` takes a tile of keys and loops over the queries of every
           head that shares them, for dK and dV. `_query_kernel` takes a tile of queries and loops over the keys, for dQ.
 Limit now Seven products where five suffice: each of the two kernels recomputes S and dP.
           In return nothing is added atomically, and results repeat bit for bit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +23,7 @@ import triton.language as tl
 from kernel_ladder.spec import Output
 from kernel_ladder.tracing import shapes_only
 from triton_impl.attention.call import Call
+from triton_impl.attention.delta import launch_delta
 from triton_impl.attention.mask_grad import mask_gradient
 from triton_impl.attention.tiles import (
     BELOW_DIAGONAL,
@@ -27,7 +31,6 @@ from triton_impl.attention.tiles import (
     UNSPECIALIZED,
     TileTable,
     apply_mask,
-    block,
     choose,
     configs,
     drop_factors,
@@ -45,7 +48,7 @@ from triton_impl.attention.tiles import (
 )
 from triton_impl.common.dot import dot
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
-from triton_impl.runtime.launch_cache import Launch, LaunchCache
+from triton_impl.runtime.launch_cache import LaunchCache
 
 #: A multiple of every BLOCK_M: a number of queries that it divides leaves no partial tile.
 MAX_BLOCK_M = 64
@@ -67,35 +70,6 @@ QUERY_TILES: TileTable = {
     128: ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
     256: ((128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
 }
-
-
-@triton.jit
-def _delta_kernel(
-    delta_ptr, out_ptr, grad_ptr, grad_lse_ptr, o_b, o_h, o_s, o_d, g_b, g_h, g_s, g_d, heads, seqlen_q, head_dim_v,
-    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr, LSE_GRAD: tl.constexpr,
-):  # fmt: skip
-    """``delta = Σ_d dO · O`` per row, minus the gradient of the log-sum-exp.
-
-    Grid: (⌈S_q / BLOCK_M⌉ · B · H,). Layout: O and dO (B, H, S, D) by strides, delta (B, H, S) contiguous.
-    """
-    tiles = tl.cdiv(seqlen_q, BLOCK_M)
-    head = tl.program_id(0) // tiles
-    start_m = tl.program_id(0) % tiles * BLOCK_M
-    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    o = load_tile(
-        out_ptr + b * o_b + h * o_h, start_m, o_s, o_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, False,
-        INT64_OFFSETS,
-    )  # fmt: skip
-    g = load_tile(
-        grad_ptr + b * g_b + h * g_h, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, False,
-        INT64_OFFSETS,
-    )  # fmt: skip
-    rows = start_m + tl.arange(0, BLOCK_M)
-    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
-    row_offset = head.to(tl.int64) * seqlen_q
-    if LSE_GRAD:
-        delta -= tl.load(grad_lse_ptr + row_offset + rows, mask=rows < seqlen_q, other=0.0)
-    tl.store(delta_ptr + row_offset + rows, delta, mask=rows < seqlen_q)
 
 
 @triton.jit
@@ -373,16 +347,23 @@ def _suitable_for_queries(configs: list[triton.Config], named_args: dict, **kwar
 _key_value = AutotunedKernel(_key_value_kernel, configs(KEY_VALUE_TILES), TUNING_KEY, _suitable_for_keys)
 _query = AutotunedKernel(_query_kernel, configs(QUERY_TILES), TUNING_KEY, _suitable_for_queries)
 
+#: The launches of delta, of dK and dV, and of dQ; None for gradients that are not wanted.
+Launches = tuple[Any, Any, Any]
+FirstLaunches = Callable[[Call, tuple, tuple, tuple], Launches]
+
 #: Launches by all that decides a backward pass.
 _launches: LaunchCache = LaunchCache()
 
 
-def attention_backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+def attention_backward(
+    saved: tuple, grad: Output, needs: tuple[bool, ...], first: FirstLaunches | None = None
+) -> tuple[torch.Tensor | None, ...]:
+    """`first` launches the kernels for the first time: those of this file, if it is None."""
     output, lse, batch_shape, mask_shape, *of_call = saved
     call = Call(*of_call)
     if output.dim() != 4:
         output = output.view(*call.q.shape[:3], output.shape[-1])
-    *grads, delta = gradients(call, output, lse, grad, needs)
+    *grads, delta = gradients(call, output, lse, grad, needs, first)
     of_operands = tuple(None if x is None else x.view(*batch_shape, *x.shape[1:]) for x in grads)
     if not any(needs[3:]):
         return (*of_operands, *(None for _ in needs[3:]))
@@ -393,7 +374,12 @@ def attention_backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> t
 
 
 def gradients(
-    call: Call, output: torch.Tensor, lse: torch.Tensor, grad: Output, needs: tuple[bool, ...]
+    call: Call,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    grad: Output,
+    needs: tuple[bool, ...],
+    first: FirstLaunches | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of query, key and value, of four dimensions as these are, or packed (total, H, D); and delta.
 
@@ -419,10 +405,12 @@ def gradients(
         of_delta = (delta, output, grad, delta if grad_lse is None else grad_lse)
         of_keys = (grad_k, grad_v, grad, lse, delta, q, k, v, *others)
         of_queries = (grad_q, grad, lse, delta, q, k, v, *others)
-        what = (call.launch_key, output.stride(), grad.stride(), grad_q is None, grad_k is None, grad_lse is None)
+        what = (
+            call.launch_key, output.stride(), grad.stride(), grad_q is None, grad_k is None, grad_lse is None, first
+        )  # fmt: skip
         known = _launches.get(what)
         if known is None:
-            _launches.remember(what, _first_launches(call, of_delta, of_keys, of_queries))
+            _launches.remember(what, (first or first_launches)(call, of_delta, of_keys, of_queries))
         else:
             for_delta, for_keys, for_queries = known
             for_delta(*of_delta)
@@ -433,26 +421,17 @@ def gradients(
     return grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, delta
 
 
-def _first_launches(
-    call: Call, of_delta: tuple, of_keys: tuple, of_queries: tuple
-) -> tuple[Launch, Launch | None, Launch | None]:
+def first_launches(call: Call, of_delta: tuple, of_keys: tuple, of_queries: tuple) -> Launches:
     """Run the kernels on their tensors. Returns the launches that repeat it, None for a gradient that is not wanted."""
-    delta, output, grad, grad_lse = of_delta
+    for_delta = launch_delta(call, of_delta)
+    grad = of_delta[2]
     grad_k, grad_v, *_ = of_keys
     grad_q, q, k, v, scale = of_queries[0], call.q, call.k, call.v, call.scale
-    batch, heads, total_q, head_dim = q.shape
+    batch, heads, _, head_dim = q.shape
     _, heads_kv, _, head_dim_v = v.shape
     num_heads, num_heads_kv, group = batch * heads, batch * heads_kv, heads // heads_kv
     seqlen_q, seqlen_k = call.lengths
     constants = call.constants
-
-    # delta is per row: packed sequences are one long sequence to it.
-    rows = 32
-    grid = (triton.cdiv(total_q, rows) * (heads if call.packed else num_heads),)
-    arguments = (*output.stride(), *grad.stride(), heads, total_q, head_dim_v)
-    arguments += (rows, block(head_dim_v), needs_int64(output.stride(), grad.stride()), grad_lse is not delta)
-    for_delta = Launch(_delta_kernel, grid, arguments, {})
-    for_delta(*of_delta)
 
     inputs = (*grad.stride(), *q.stride(), *k.stride(), *v.stride())
     others = (*call.mask_strides, *call.lse_strides)
