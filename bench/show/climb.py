@@ -96,12 +96,11 @@ def gains(rows: Iterable[Row]) -> dict[tuple[Any, ...], tuple[Row, Estimate]]:
 def _times(steps: Sequence[Row]) -> str:
     gained = gains(steps)
     header = ["step", "time", "rate", "× step before", "of ceiling", f"× `{baseline_of(steps[0].op)}`"]
-    lines = []
+    lines, notes = [], markdown.Notes()
     for row in steps:
         if row.us is None:
-            lines.append(
-                [f"`{row.backend}`", f"wrong: {row.wrong}" if row.wrong else f"*{row.unsupported}*", *[""] * 4]
-            )
+            said = f"wrong: {row.wrong}" if row.wrong else notes.mark(str(row.unsupported))
+            lines.append([f"`{row.backend}`", said, *[""] * 4])
             continue
         speedup = speedup_of(row)
         lines.append(
@@ -114,7 +113,7 @@ def _times(steps: Sequence[Row]) -> str:
                 _text(speedup) if speedup else "",
             ]
         )
-    return with_legend(markdown.grid(header, lines, [False, *[True] * 5]))
+    return notes.below(with_legend(markdown.grid(header, lines, [False, *[True] * 5])))
 
 
 def _share(value: float | None) -> str:

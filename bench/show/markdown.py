@@ -18,3 +18,22 @@ def grid(header: Sequence[str], lines: Sequence[Sequence[str]], right: Sequence[
 
     ruler = "|" + "|".join("---:" if r else "---" for r in right) + "|"
     return "\n".join([line(header), ruler, *map(line, lines)])
+
+
+class Notes:
+    """Sentences below a table, each once, by raised numbers in its cells, whose rows they would make tall."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def mark(self, text: str) -> str:
+        """A cell without a figure, for the reason `text`."""
+        return f"–{_raised(self._numbers.setdefault(' '.join(text.split()), len(self._numbers) + 1))}"
+
+    def below(self, table: str) -> str:
+        lines = [f"- {_raised(number)} {escape(text)}" for text, number in self._numbers.items()]
+        return "\n".join([table, "", *lines]) if lines else table
+
+
+def _raised(number: int) -> str:
+    return str(number).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))

@@ -171,7 +171,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
 
 
 def _summary(path: Path, found: list[Row]) -> str:
-    lines = []
+    lines, notes = [], markdown.Notes()
     for op in kernel_ladder.OPS:
         standing = headline(op, found)
         if standing is None:
@@ -183,30 +183,41 @@ def _summary(path: Path, found: list[Row]) -> str:
             cells = [f"**{op}** {shape}, {dtype}" if not lines or lines[-1][-1] != op else "", f"`{backend}`"]
             for pass_ in PASSES:
                 row = next((r for r in mine if r.backend == backend and r.pass_ == pass_), None)
-                cells += _cells(row, marked=backend in best[pass_])
+                cells += _cells(row, notes, marked=backend in best[pass_])
             lines.append([*cells, op])
     if not lines:
         return ""
     measured = ["time (quartiles)", "rate", "of ceiling", "× baseline"]
     header = ["operation", "backend", *(f"{p} {m}" for p in PASSES for m in measured)]
     table = markdown.grid(header, [line[:-1] for line in lines], [False, False] + [True] * 8)
-    return f"{rates.machine(path, found)}\n\n{with_legend(table)}"
+    return notes.below(with_legend(table))
 
 
-def _cells(row: Row | None, marked: bool) -> list[str]:
+def _cells(row: Row | None, notes: markdown.Notes, marked: bool) -> list[str]:
     if row is None:
         return ["", "", "", ""]
     if row.us is None:
-        return [f"wrong: {row.wrong}" if row.wrong else f"*{row.unsupported}*", "", "", ""]
-    bold = "**" if marked else ""
+        return [f"wrong: {row.wrong}" if row.wrong else notes.mark(str(row.unsupported)), "", "", ""]
+    bold, time = "**" if marked else "", microseconds(row.us)
     return [
-        f"{bold}{microseconds(row.us)}{bold} ({microseconds(row.us_q1)} – {microseconds(row.us_q3)})"
+        f"{bold}{time}{bold}"
+        + _quartiles(time, microseconds(row.us_q1), microseconds(row.us_q3))
         + (" *interpreted*" if row.interpreted else "")
         + mark(row),
         rate(row),
         f"{row.of_ceiling:.2f}" if row.of_ceiling is not None else "",
         f"{row.speedup:.2f}" if row.speedup is not None else "",
     ]
+
+
+def _quartiles(time: str, low: str, high: str) -> str:
+    """In brackets, without a unit that all have; empty where both are the time."""
+    if low == high == time:
+        return ""
+    parts = [each.split() for each in (time, low, high)]
+    if len({unit for _, unit in parts}) == 1:
+        low, high = parts[1][0], parts[2][0]
+    return f" ({low} – {high})"
 
 
 def _picture(op: str, path: Path, found: list[Row], folder: Path) -> str:

