@@ -77,6 +77,7 @@ _EMPTY = "*No rows yet"
 PAGES = [
     *(environment.ROOT / name for name in ("README.md", "RESULTS.md", "KERNEL_LOG.md")),
     *sorted((environment.ROOT / "docs" / "climb").glob("*.md")),
+    environment.ROOT / "docs" / "index.md",
     environment.ROOT / "docs" / "compilers.md",
     environment.ROOT / "docs" / "models.md",
     environment.ROOT / "docs" / "scaling.md",
