@@ -4,8 +4,9 @@ Triton's interpreter does not take Gluon. Here a kernel's functions run as the P
 tensors for blocks. Each partition of ``gl.warp_specialize`` is a thread, and only one of them runs at a time. Barriers
 count arrivals and bytes by phases, as the hardware does: what waits for a phase that nobody completes is an error.
 
-What it shows: indices, masks, formulas, and whether partitions meet in the same order. What it does not: layouts, which
-Triton's compiler checks, and products that are read before they are waited for, because here they are done at once.
+What it shows: indices, masks, formulas, whether partitions meet in the same order, results of products that are read
+before they are waited for (NaN), and shared memory that is written while a product reads it. What it does not show:
+layouts, which Triton's compiler checks, and fences between the proxies of memory.
 """
 
 from __future__ import annotations
@@ -218,14 +219,36 @@ class Descriptor:
 # ---- the language --------------------------------------------------------------------------------------------------
 
 
-def _mma(a: Any, b: Any, acc: torch.Tensor, *, use_acc: bool = True, is_async: bool = False, **_: Any) -> Block:
-    left, right = ((x.x if isinstance(x, Shared) else x).float() for x in (a, b))
-    product = left.as_subclass(torch.Tensor) @ right.as_subclass(torch.Tensor)
-    return block(acc + product if use_acc else product)
+class Products(threading.local):
+    """The asynchronous products of a partition that are in flight, oldest first."""
 
+    def __init__(self) -> None:
+        self.pending: list[Callable[[], None]] = []
 
-def _mma_wait(pending: int = 0, deps: Sequence[Any] = ()) -> Any:
-    return deps[0] if len(deps) == 1 else tuple(deps)
+    def issue(
+        self, a: Any, b: Any, acc: torch.Tensor, *, use_acc: bool = True, is_async: bool = False, **_: Any
+    ) -> Block:
+        """``acc + a · b``, NaN until it has been waited for."""
+        read = [x for x in (a, b) if isinstance(x, Shared)]
+        before = [x.x.clone() for x in read]
+        result = block(torch.full(acc.shape, torch.nan))
+
+        def end() -> None:
+            for x, old in zip(read, before, strict=True):
+                assert torch.equal(x.x.nan_to_num(), old.nan_to_num()), "a product reads what is written meanwhile"
+            left, right = ((x.x if isinstance(x, Shared) else x).float().as_subclass(torch.Tensor) for x in (a, b))
+            result.copy_(acc + left @ right if use_acc else left @ right)
+
+        self.pending.append(end)
+        if not is_async:
+            self.wait()
+        return result
+
+    def wait(self, pending: int = 0, deps: Sequence[Any] = ()) -> Any:
+        """End all products but the `pending` newest."""
+        while len(self.pending) > int(pending):
+            self.pending.pop(0)()
+        return deps[0] if len(deps) == 1 else tuple(deps)
 
 
 def _ex2(asm: str, constraints: str, args: Sequence[torch.Tensor], **_: Any) -> torch.Tensor:
@@ -290,11 +313,11 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
 
 def _functions(kernel: JITFunction, program: int, programs: int) -> Callable[..., Any]:
     """The kernel as a Python function, in whose globals the language is the emulated one."""
-    turns = Turns()
+    turns, products = Turns(), Products()
     fetch = lambda descriptor, at, barrier, into: descriptor.fetch(at, barrier, into)  # noqa: E731
     own: dict[str, Any] = {
-        "gl": _language(program, programs, turns), "mbarrier": _barrier_module(), "warpgroup_mma": _mma,
-        "warpgroup_mma_wait": _mma_wait, "fence_async_shared": lambda: None, "_fetch_tile": fetch,
+        "gl": _language(program, programs, turns), "mbarrier": _barrier_module(), "_fetch_tile": fetch,
+        "warpgroup_mma": products.issue, "warpgroup_mma_wait": products.wait, "fence_async_shared": lambda: None,
     }  # fmt: skip
     scopes: dict[int, dict[str, Any]] = {}
 

@@ -22,7 +22,7 @@ from triton_impl.attention.call import Call
 from triton_impl.runtime.launch_cache import LaunchCache
 
 from ..conftest import needs_gpu, skip_unless_it_runs
-from .gluon_emulator import DeadlockError, EmulatedLaunch, EveryConfiguration, launch
+from .gluon_emulator import DeadlockError, EmulatedLaunch, EveryConfiguration, Products, Shared, launch
 
 
 class Sample(NamedTuple):
@@ -229,3 +229,23 @@ def test_what_waits_for_ever_is_an_error():
 def test_a_barrier_that_more_arrive_at_than_it_counts_is_an_error():
     with pytest.raises(AssertionError, match="not initialised"):
         launch(_meeting_kernel, 1, ARRIVALS=0, PHASE=1)
+
+
+def test_a_product_is_nothing_before_it_is_waited_for():
+    products, a, b = Products(), Shared(torch.eye(2)), Shared(torch.ones(2, 2))
+    first = products.issue(a, b, torch.zeros(2, 2), is_async=True)
+    second = products.issue(first, b, first, is_async=True)
+    assert bool(first.isnan().all())
+    assert products.wait(1, deps=[first]) is first
+    assert torch.equal(first, torch.ones(2, 2))
+    assert bool(second.isnan().all())
+    products.wait(0)
+    assert torch.equal(second, torch.full((2, 2), 3.0))
+
+
+def test_what_a_product_reads_may_not_be_written_meanwhile():
+    products, a, b = Products(), Shared(torch.eye(2)), Shared(torch.ones(2, 2))
+    products.issue(a, b, torch.zeros(2, 2), is_async=True)
+    b.store(torch.zeros(2, 2))
+    with pytest.raises(AssertionError, match="reads what is written meanwhile"):
+        products.wait(0)
