@@ -50,6 +50,10 @@ def _work(rank: int, world_size: int, port: int, folder: str, checks: list[Check
     try:
         with Path(folder, f"{rank}.txt").open("w", encoding="utf-8") as log:
             _run_all(checks, log)
+    except BaseException:
+        if device == "cuda":  # to leave a group waits for ever where a kernel has broken the GPU's context
+            os._exit(1)
+        raise
     finally:
         dist.destroy_process_group()
 
