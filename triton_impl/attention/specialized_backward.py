@@ -9,8 +9,8 @@ Limit now Seven products where five suffice, as in ``backward.py``: each kernel 
 
     dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP − delta)      dQ = scale · dS K      dK = scale · dSᵀ Q
 
-Head dimensions up to 128: the sums of dK and dV, in float32, take 128 registers of a thread there. Wider heads, and
-gradients that no descriptor describes, have the kernels of ``backward.py``.
+Head dimensions up to 128: the sums of dK and dV, in float32, take 128 registers of a thread there. Wider heads have the
+kernels of ``backward.py``. A gradient that no descriptor describes, as that of a sum, is copied.
 """
 
 # ruff: noqa: RUF005 — inside a kernel tuples are joined by + alone
