@@ -64,7 +64,7 @@ test: $(INSTALLED)  ## set up and run the tests
 	@$(PY) -m pip install -q $(call extra,test) $(call extra,xla)
 	@$(PY) -m pip install -q $(call extra,models) || echo "== $(call extra,models) cannot be installed: tests of Hugging Face's models are skipped"
 	@$(PY) -m kernel_ladder doctor
-	@echo "== Running the tests (10 to 22 minutes on 2 cores without a GPU, 10 on an H200 with 16 cores, where those"
+	@echo "== Running the tests (10 to 22 minutes on 2 cores without a GPU, 10 to 14 on an H200 with 16 cores, where those"
 	@echo "   that need the GPU alone run first)"
 	@$(PY) -m tests $(if $(WORKERS),--workers $(WORKERS)) $(TEST)
 
