@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kernel_ladder.cli.columns import Footnotes
+
 
 def escape(text: str) -> str:
     """Text for one cell: in one line, without what Markdown or HTML would take for its own."""
@@ -20,18 +22,15 @@ def grid(header: Sequence[str], lines: Sequence[Sequence[str]], right: Sequence[
     return "\n".join([line(header), ruler, *map(line, lines)])
 
 
-class Notes:
-    """Sentences below a table, each once, by raised numbers in its cells, whose rows they would make tall."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
+class Notes(Footnotes):
+    """Footnotes by raised numbers, below a table whose rows the sentences would make tall."""
 
     def mark(self, text: str) -> str:
         """A cell without a figure, for the reason `text`."""
-        return f"–{_raised(self._numbers.setdefault(' '.join(text.split()), len(self._numbers) + 1))}"
+        return f"–{_raised(self.number(text))}"
 
     def below(self, table: str) -> str:
-        lines = [f"- {_raised(number)} {escape(text)}" for text, number in self._numbers.items()]
+        lines = [f"- {_raised(number)} {escape(text)}" for number, text in enumerate(self.texts, 1)]
         return "\n".join([table, "", *lines]) if lines else table
 
 

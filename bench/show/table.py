@@ -185,7 +185,7 @@ def _cells(row: Row, members: Sequence[Row], notes: Footnotes) -> list[str]:
         f"version {row.peer_version}" if row.peer_version else "",
         "interpreted" if row.interpreted else "",
         "launch gaps included" if row.graph is False else "",
-        "its SM clock was not that of the rungs beside it" if row.clocks_moved else "",
+        MARKS["†"] if row.clocks_moved else "",
     ]
     return [
         microseconds(row.us) + "".join(f" {notes.mark(remark)}" for remark in filter(None, remarks)),

@@ -56,9 +56,12 @@ class Footnotes:
 
     def mark(self, text: str) -> str:
         """The mark of a sentence, ``(n)``."""
+        return f"({self.number(text)})"
+
+    def number(self, text: str) -> int:
         if text not in self.texts:
             self.texts.append(text)
-        return f"({self.texts.index(text) + 1})"
+        return self.texts.index(text) + 1
 
     def show(self, console: Console) -> None:
         for number, text in enumerate(self.texts, 1):

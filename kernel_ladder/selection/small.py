@@ -6,10 +6,6 @@ takes to launch. Inductor computes several such operations in one kernel, which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
 from kernel_ladder import table
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.table import Variant
@@ -29,16 +25,8 @@ def left_to_compiler(op: str, backend: str, inputs: Inputs, options: Options) ->
     x = inputs[0]
     if backend != "auto" or op not in FUSED or x is None or not x.is_cuda or wants_gradient(*inputs):
         return None
-    if _elements(x.shape) > FEW:
+    if concrete(x.numel()) > FEW:
         return None
     reason, found = table.at_level(op, "compile")
     formula = found.get("compile.default")
     return formula if reason is None and formula and formula.unsupported(*inputs, **options) is None else None
-
-
-def _elements(shape: Sequence[int | torch.SymInt]) -> int:
-    """The number of elements; where sizes are symbols that of the example, so that no guard is made."""
-    count = 1
-    for size in shape:
-        count *= concrete(size)
-    return count

@@ -33,7 +33,7 @@ class Block(torch.Tensor):
 
     @property
     def type(self) -> Any:  # type: ignore[override]
-        return types.SimpleNamespace(layout=None, element_ty=self.dtype)
+        return types.SimpleNamespace(layout=None)
 
     # Blocks are values: a name that is assigned to means another block.
     __iadd__, __isub__ = torch.Tensor.__add__, torch.Tensor.__sub__
@@ -183,9 +183,6 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.x.permute(*order))
 
-    def load(self, layout: Any = None) -> Block:
-        return block(self.x.clone())
-
     def store(self, value: torch.Tensor) -> None:
         self.x.copy_(value)
 
@@ -280,9 +277,8 @@ def _language(program: int, programs: int, turns: Turns) -> Any:
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), log2=torch.log2,
         load=load, store=store, convert_layout=lambda x, layout: x, static_range=range,
         inline_asm_elementwise=_ex2, allocate_shared_memory=allocate, warp_specialize=specialize,
-        SliceLayout=layout, DotOperandLayout=layout, NVMMADistributedLayout=layout, NVMMASharedLayout=layout,
-        BlockedLayout=layout, constexpr=lambda x: x,
-        int64=torch.int64, int32=torch.int32, float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16,
+        SliceLayout=layout, DotOperandLayout=layout, NVMMADistributedLayout=layout,
+        constexpr=lambda x: x, int64=torch.int64, float32=torch.float32,
     )  # fmt: skip
     return gl
 

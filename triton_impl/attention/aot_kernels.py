@@ -71,17 +71,19 @@ def _tma(head_dim: int, m: int, n: int, num_warps: int, num_stages: int, band: i
     return made._replace(signature=made.signature | described)
 
 
+def _described(rows: dict[str, int], head_dim: int) -> dict[str, str]:
+    """The types of Gluon's descriptors, by argument, with tiles of so many rows."""
+    layouts = {name: warp_specialized._layout(n, head_dim, torch.bfloat16) for name, n in rows.items()}
+    return {name: f"tensordesc<bf16[1, 1, {n}, {head_dim}],{layouts[name]!r}>" for name, n in rows.items()}
+
+
 def _warp_specialized(head_dim: int, choice: int, band: int = 0) -> Entry:
     config = warp_specialized.configs(head_dim)[choice]
     constants = {"BAND": band, "BLOCK_D": head_dim, "BLOCK_DV": head_dim}
     made = entry(warp_specialized._specialized_kernel, "bf16", constants, config)
     keys = config.kwargs["BLOCK_N"]
     rows = {"q_desc": warp_specialized.BLOCK_M.value, "k_desc": keys, "v_desc": keys}
-    described = {
-        name: f"tensordesc<bf16[1, 1, {n}, {head_dim}],{warp_specialized._layout(n, head_dim, torch.bfloat16)!r}>"
-        for name, n in rows.items()
-    }
-    return made._replace(signature=made.signature | {"lse_ptr": "*fp32", "factor": "fp32"} | described)
+    return made._replace(signature=made.signature | {"lse_ptr": "*fp32", "factor": "fp32"} | _described(rows, head_dim))
 
 
 def _specialized_backward(kernel, head_dim: int, choice: int, band: int = 0) -> Entry:
@@ -91,11 +93,7 @@ def _specialized_backward(kernel, head_dim: int, choice: int, band: int = 0) -> 
     made = entry(kernel, "bf16", {"BAND": band, "BLOCK_D": head_dim, "BLOCK_DV": head_dim}, config)
     kept, passing = specialized_backward.KEPT.value, config.kwargs["ROWS"]
     rows = {name: passing if of_keys == (name in ("q_desc", "g_desc")) else kept for name in DESCRIBED}
-    described = {
-        name: f"tensordesc<bf16[1, 1, {n}, {head_dim}],{warp_specialized._layout(n, head_dim, torch.bfloat16)!r}>"
-        for name, n in rows.items()
-    }
-    return made._replace(signature=made.signature | STATISTICS | described)
+    return made._replace(signature=made.signature | STATISTICS | _described(rows, head_dim))
 
 
 DESCRIBED = ("q_desc", "g_desc", "k_desc", "v_desc")

@@ -42,6 +42,8 @@ from triton_impl.attention.warp_specialized import (
     _described,
     _exp2,
     _fetch_tile,
+    _key_range,
+    _seen,
     _tile,
 )
 from triton_impl.runtime.autotuner import Autotuner
@@ -135,17 +137,6 @@ def _producer(kept_desc, kept_other_desc, desc, other_desc, smem, b, kept_head, 
             _fetch_tile(desc, [b, head + i, begin + t * ROWS, 0], full, smem.passing.index(stage))
             _fetch_tile(other_desc, [b, head + i, begin + t * ROWS, 0], full, smem.passing_other.index(stage))
             step += 1
-
-
-@gluon.jit
-def _seen(queries, keys, sizes, BAND: gl.constexpr):
-    """Which of the keys each query sees, by positions in shapes that broadcast."""
-    seen = keys < sizes.seqlen_k
-    if BAND != 0:
-        seen = seen & (keys <= queries + sizes.last)
-    if BAND == 2:
-        seen = seen & (keys >= queries + sizes.first)
-    return seen
 
 
 @gluon.jit
@@ -367,16 +358,9 @@ def _of_queries_kernel(
         tile = num_tiles - 1 - tile  # the longest first
     b, h = head // heads, head % heads
     start_m = tile * BLOCK
-    begin, end, whole = 0, seqlen_k, seqlen_k // ROWS
-    if BAND != 0:
-        end = gl.maximum(gl.minimum(seqlen_k, start_m + BLOCK + last), 0)
-        whole = gl.maximum(gl.minimum(seqlen_k, start_m + 1 + last), 0) // ROWS
-    if BAND == 2:
-        begin = gl.maximum(start_m + first, 0) // ROWS * ROWS
-        whole = 0
-    tiles = gl.maximum(end - begin + ROWS - 1, 0) // ROWS
-    smem = _allocate(q_desc, g_desc, k_desc, v_desc, BLOCK_D, BLOCK_DV, ROWS, STAGES)
     sizes = _Sizes(seqlen_q, seqlen_k, first, last)
+    begin, whole, tiles = _key_range(start_m, BLOCK, sizes, BAND, ROWS)
+    smem = _allocate(q_desc, g_desc, k_desc, v_desc, BLOCK_D, BLOCK_DV, ROWS, STAGES)
     grad_q_ptr += b.to(gl.int64) * dq_b + h.to(gl.int64) * dq_h
     consumed = (
         grad_q_ptr, lse_ptr, delta_ptr, smem, sizes, start_m, head, begin, whole, tiles, factor, scale, dq_s, head_dim,

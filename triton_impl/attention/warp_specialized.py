@@ -194,18 +194,24 @@ def _producer(BAND: gl.constexpr, q_desc, k_desc, v_desc, smem, problem, work_ti
 
 
 @gluon.jit
+def _seen(queries, keys, problem, BAND: gl.constexpr):
+    """Which of the keys each query sees, by positions in shapes that broadcast."""
+    seen = keys < problem.seqlen_k
+    if BAND != 0:
+        seen = seen & (keys <= queries + problem.last)
+    if BAND == 2:
+        seen = seen & (keys >= queries + problem.first)
+    return seen
+
+
+@gluon.jit
 def _apply_mask(scores, start_m, start_n, problem, BAND: gl.constexpr):
     """Scores with −inf where a query does not see a key."""
     layout: gl.constexpr = scores.type.layout
     BLOCK_N: gl.constexpr = scores.shape[1]
     rows = (start_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout)))[:, None]
     cols = (start_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
-    seen = cols < problem.seqlen_k
-    if BAND != 0:
-        seen = seen & (cols <= rows + problem.last)
-    if BAND == 2:
-        seen = seen & (cols >= rows + problem.first)
-    return gl.where(seen, scores, -float("inf"))
+    return gl.where(_seen(rows, cols, problem, BAND), scores, -float("inf"))
 
 
 @gluon.jit
