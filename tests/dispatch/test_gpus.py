@@ -21,8 +21,6 @@ from kernel_ladder.testing.samples import make_grad, make_inputs, on_absent_gpu
 from ..conftest import DEVICE, differentiable_ops, needs_extension, needs_gpu, typical_case
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Built for every GPU of KNOWN that the cuda level runs on.
-EVERYWHERE = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"]
 #: Steps that show an idea, or take everything, and are far from the fastest: the first of each ladder, and those that
 #: read rows several times.
 SLOW = {
@@ -34,11 +32,6 @@ SLOW = {
 FAST_LEVELS = ("torch", "triton", "cuda")
 #: Operations whose last rung has the name of another's early one.
 LAST = {"cross_entropy": {"cuda.online", "triton.online"}}
-
-
-@pytest.fixture
-def built_everywhere(monkeypatch):
-    monkeypatch.setattr(cuda_impl, "architectures", lambda: EVERYWHERE)
 
 
 def chosen(op: str, case: Case, dtype: torch.dtype, *, gradient: bool) -> tuple[str | None, dict[str, str | None]]:

@@ -104,7 +104,7 @@ def test_what_is_left_to_the_compiler_agrees(op):
 @needs_extension
 @pytest.mark.parametrize("name", ["A10", "H100"])
 @pytest.mark.parametrize("heads", [(32, 8), (8, 8)])
-def test_decoding_with_a_mask_shares_the_keys_among_blocks(name, heads):
+def test_decoding_with_a_mask_shares_the_keys_among_blocks(name, heads, built_everywhere):
     """A cache of fixed size masks its free places. PyTorch's kernel for masks has one block a head for all keys."""
     queries, keys = heads
     shapes = (2, queries, 1, 64), (2, keys, 4096, 64), (2, keys, 4096, 64), (2, 1, 1, 4096)
