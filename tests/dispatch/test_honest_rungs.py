@@ -99,7 +99,8 @@ BORROWED: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {
         "*": {
             **_ATTENTION_BACKWARD,
             "triton_impl.attention.mask_grad:*": "the gradient of a mask, of every backward pass that has one",
-        }
+        },
+        "triton.warp_specialized": {"triton_impl.attention.specialized_*": "its own, in files of their own"},
     },
     ("triton", "attention_varlen", "backward"): {"*": _ATTENTION_BACKWARD},
     ("triton", "add", "backward"): {

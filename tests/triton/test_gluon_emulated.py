@@ -17,7 +17,14 @@ from kernel_ladder import autograd, spec, table
 from kernel_ladder.spec import Case, Inputs, as_leaves
 from kernel_ladder.testing.agreement import agreement, evaluate
 from kernel_ladder.testing.samples import make_grad, make_inputs
-from triton_impl.attention import backward, specialized_backward, warp_specialized
+from triton_impl.attention import (
+    backward,
+    specialized_backward,
+    specialized_keys,
+    specialized_passing,
+    specialized_queries,
+    warp_specialized,
+)
 from triton_impl.attention.call import Call, saved_from
 from triton_impl.runtime.launch_cache import LaunchCache
 
@@ -44,6 +51,7 @@ SAMPLES = {
     "full": Sample((2, 2), (128, 128), (64, 64)),
     "ragged": Sample((2, 1), (100, 150), (64, 64)),
     "causal": Sample((1, 1), (200, 200), (64, 64), is_causal=True),
+    "causal-pairs": Sample((5, 5), (130, 130), (64, 64), is_causal=True),
     "lower-right": Sample((2, 1), (70, 190), (64, 64), is_causal="lower_right"),
     "causal-more-queries": Sample((1, 1), (260, 65), (64, 64), is_causal="lower_right"),
     "window": Sample((2, 2), (300, 300), (64, 64), window_size=(40, 20)),
@@ -56,15 +64,16 @@ SAMPLES = {
 @pytest.fixture
 def emulated(monkeypatch) -> dict[str, EveryConfiguration]:
     """Host code launches the emulator; what chose among configurations, by module."""
-    monkeypatch.setattr(warp_specialized, "DescriptorLaunch", EmulatedLaunch)
-    monkeypatch.setattr(specialized_backward, "DescriptorLaunch", EmulatedLaunch)
-    monkeypatch.setattr(warp_specialized, "multiprocessors", lambda *_: 3)
+    for module in (warp_specialized, specialized_keys, specialized_queries):
+        monkeypatch.setattr(module, "DescriptorLaunch", EmulatedLaunch)
+    for module in (warp_specialized, specialized_passing):
+        monkeypatch.setattr(module, "multiprocessors", lambda *_: 3)
     monkeypatch.setattr(backward, "_launches", LaunchCache())
     monkeypatch.setattr(specialized_backward, "launch_delta", delta_in_pytorch)
     made = {"forward": EveryConfiguration(2), "keys": EveryConfiguration(2), "queries": EveryConfiguration(1)}
     monkeypatch.setattr(warp_specialized, "_autotuner", made["forward"])
-    monkeypatch.setattr(specialized_backward, "_of_keys", made["keys"])
-    monkeypatch.setattr(specialized_backward, "_of_queries", made["queries"])
+    monkeypatch.setattr(specialized_keys, "_autotuner", made["keys"])
+    monkeypatch.setattr(specialized_queries, "_autotuner", made["queries"])
     return made
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from triton_impl.attention import specialized_backward, warp_specialized
+from triton_impl.attention import specialized_keys, specialized_passing, specialized_queries, warp_specialized
 from triton_impl.attention.backward import _key_value_kernel, _query_kernel
 from triton_impl.attention.flash import _forward_kernel
 from triton_impl.attention.mask_grad import _mask_grad_kernel
@@ -87,11 +87,11 @@ def _warp_specialized(head_dim: int, choice: int, band: int = 0) -> Entry:
 
 
 def _specialized_backward(kernel, head_dim: int, choice: int, band: int = 0) -> Entry:
-    of_keys = kernel is specialized_backward._of_keys_kernel
-    tiles = specialized_backward.KEY_TILES if of_keys else specialized_backward.QUERY_TILES
-    config = specialized_backward.configs(tiles[head_dim])[choice]
+    of_keys = kernel is specialized_keys._of_keys_kernel
+    tiles = specialized_keys.TILES if of_keys else specialized_queries.TILES
+    config = specialized_passing.configs(tiles[head_dim])[choice]
     made = entry(kernel, "bf16", {"BAND": band, "BLOCK_D": head_dim, "BLOCK_DV": head_dim}, config)
-    kept, passing = specialized_backward.KEPT.value, config.kwargs["ROWS"]
+    kept, passing = specialized_passing.KEPT.value, config.kwargs["ROWS"]
     rows = {name: passing if of_keys == (name in ("q_desc", "g_desc")) else kept for name in DESCRIBED}
     return made._replace(signature=made.signature | STATISTICS | _described(rows, head_dim))
 
@@ -146,11 +146,11 @@ AOT = [
     _warp_specialized(128, 0, BELOW_DIAGONAL),
     _warp_specialized(128, 1),
     _warp_specialized(256, 0, BETWEEN_DIAGONALS),
-    _specialized_backward(specialized_backward._of_keys_kernel, 64, 0),
-    _specialized_backward(specialized_backward._of_keys_kernel, 128, 0, BELOW_DIAGONAL),
-    _specialized_backward(specialized_backward._of_keys_kernel, 128, 1, BETWEEN_DIAGONALS),
-    _specialized_backward(specialized_backward._of_queries_kernel, 64, 0),
-    _specialized_backward(specialized_backward._of_queries_kernel, 128, 1, BELOW_DIAGONAL),
+    _specialized_backward(specialized_keys._of_keys_kernel, 64, 0),
+    _specialized_backward(specialized_keys._of_keys_kernel, 128, 0, BELOW_DIAGONAL),
+    _specialized_backward(specialized_keys._of_keys_kernel, 128, 1, BETWEEN_DIAGONALS),
+    _specialized_backward(specialized_queries._of_queries_kernel, 64, 0),
+    _specialized_backward(specialized_queries._of_queries_kernel, 128, 1, BELOW_DIAGONAL),
     ahead_of_time(_split_kernel, 128, 16, 64, 4, 3),
     ahead_of_time(_split_kernel, 128, 16, 128, 4, 2, BELOW_DIAGONAL),
     ahead_of_time(_split_kernel, 256, 32, 64, 4, 3),

@@ -109,22 +109,21 @@ def _tiles(problem, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _work_tiles(problem, ROWS: gl.constexpr):
-    """Number of work tiles of this program."""
-    share = _tiles(problem, ROWS) * problem.num_heads // problem.fold - gl.program_id(0)
+def _work_tiles(problem, tiles):
+    """Number of work tiles of this program, of `tiles` a head."""
+    share = tiles * problem.num_heads // problem.fold - gl.program_id(0)
     return problem.fold * ((share + gl.num_programs(0) - 1) // gl.num_programs(0))
 
 
 @gluon.jit
-def _schedule(iteration, problem, BAND: gl.constexpr, ROWS: gl.constexpr):
+def _schedule(iteration, problem, tiles, LAST_FIRST: gl.constexpr):
     """Tile scheduler: (tile, head) of an iteration.
 
-    Sections of heads follow each other (attention.tiles.program_tile); inside one, the longest causal tiles come first.
-    With a `fold` of 2 a program takes tiles in pairs, one from each end of the section. Under a causal mask all pairs
-    are equally long.
+    Sections of heads follow each other (attention.tiles.program_tile); inside one, the longest causal tiles come first:
+    with LAST_FIRST those at the end of the sequence. With a `fold` of 2 a program takes tiles in pairs, one from each
+    end of the section. Under a causal mask all pairs are equally long.
     """
     fold, section = problem.fold, problem.section
-    tiles = _tiles(problem, ROWS)
     share = section * tiles // fold
     unit = gl.program_id(0) + iteration // fold * gl.num_programs(0)
     before = unit // share * section
@@ -133,7 +132,7 @@ def _schedule(iteration, problem, BAND: gl.constexpr, ROWS: gl.constexpr):
     if iteration % fold == 1:
         place = width * tiles - 1 - place
     tile = place // width
-    if BAND == 1:
+    if LAST_FIRST:
         tile = tiles - 1 - tile
     return tile, before + place % width
 
@@ -158,7 +157,7 @@ def _key_range(start_m, rows, problem, BAND: gl.constexpr, BLOCK_N: gl.constexpr
 @gluon.jit
 def _work_tile(iteration, problem, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """(head, first query) of the work tile of an iteration, and its :func:`_key_range`."""
-    tile, head = _schedule(iteration, problem, BAND, ROWS)
+    tile, head = _schedule(iteration, problem, _tiles(problem, ROWS), BAND == 1)
     begin, whole, tiles = _key_range(tile * ROWS, ROWS, problem, BAND, BLOCK_N)
     return head, tile * ROWS, begin, whole, tiles
 
@@ -371,7 +370,7 @@ def _specialized_kernel(
     Layout: Q, K and V (B, H, S, D) by descriptors, `out` by its strides with dense rows, `lse` (B, H, S) contiguous.
     """
     problem = _Problem(num_heads, heads, group, seqlen_q, seqlen_k, first, last, section, fold)
-    work_tiles = _work_tiles(problem, CONSUMERS * BLOCK_M)
+    work_tiles = _work_tiles(problem, _tiles(problem, CONSUMERS * BLOCK_M))
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
