@@ -171,24 +171,23 @@ def _own(values: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Ten
     """The tensors among `values` that :meth:`_Tensors.describe` would append, in order, without descriptions."""
     sizes = {_memory(x): x.element_size() for x in given if x.numel()}
     found: list[torch.Tensor] = []
-
-    def visit(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            if any(value is x for x in given) or any(value is x for x in found):
-                return
-            if value.numel() and (size := sizes.get(_memory(value))) is not None:
-                if size == value.element_size():
-                    return
-                value = value.clone()
-            found.append(value)
-            if value.numel():
-                sizes[_memory(value)] = value.element_size()
-        elif isinstance(value, (tuple, list)):
-            for v in value:
-                visit(v)
-
-    visit(tuple(values))
+    for x in (x for x in _tensors_in(values) if not any(x is y for y in (*given, *found))):
+        if x.numel() and (size := sizes.get(_memory(x))) is not None:
+            if size == x.element_size():
+                continue
+            x = x.clone()
+        found.append(x)
+        if x.numel():
+            sizes[_memory(x)] = x.element_size()
     return found
+
+
+def _tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors_in(value)
 
 
 def _described(value: Any, tensors: _Tensors, integers: list[Any]) -> Any:

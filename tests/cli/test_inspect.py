@@ -19,7 +19,7 @@ import kernel_ladder
 from compile_impl.inspect import _bytes_by_kernel
 from kernel_ladder import table
 from kernel_ladder.errors import InspectError
-from kernel_ladder.inspection import architecture, cubin, launches
+from kernel_ladder.inspection import architecture, cubin
 from kernel_ladder.inspection.inspect import NO_KERNEL, Inspection, Request, inspect
 from kernel_ladder.spec import PASSES
 from kernel_ladder.testing.cases import case_named
@@ -448,25 +448,6 @@ def test_registers_and_occupancy_are_the_drivers(dtype):
         limits = architecture.ARCHITECTURES[this_gpu()]
         computed = architecture.occupancy(limits, fact.threads, read.registers, read.shared + fact.dynamic_shared)
         assert computed.blocks == fact.blocks_per_sm, fact.name
-
-
-def kernel_event(name: str, ts: int) -> dict:
-    return {"cat": "kernel", "name": name, "ts": ts, "args": {"block": [32, 2, 1], "grid": [7, 1, 1]}}
-
-
-BEFORE, CALLED, AFTER = kernel_event("FillFunctor<float>", 1), kernel_event("mine", 2), kernel_event("FillFunctor", 3)
-
-
-def test_a_recording_that_lost_kernels_is_made_again(monkeypatch):
-    recordings = iter([[], [BEFORE], [CALLED, AFTER], [AFTER, CALLED, BEFORE, {"cat": "gpu_memset", "ts": 2}]])
-    monkeypatch.setattr(launches, "_recorded", lambda call: next(recordings))
-    (found,) = launches.launched(lambda: None)
-    assert (found.name, found.threads, found.grid) == ("mine", 64, [7, 1, 1])
-    monkeypatch.setattr(launches, "_recorded", lambda call: [BEFORE, AFTER])
-    assert launches.launched(lambda: None) == [], "a call without kernels"
-    monkeypatch.setattr(launches, "_recorded", lambda call: [CALLED])
-    with pytest.raises(InspectError, match="lost kernels in 4 recordings"):
-        launches.launched(lambda: None)
 
 
 @needs_gpu

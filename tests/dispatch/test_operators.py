@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import base64
+import gc
 import os
 import pickle
+import weakref
 
 import pytest
 import torch
 
 import kernel_ladder
-from kernel_ladder import operators, table
+from kernel_ladder import autograd, operators, table
 from kernel_ladder.semantics.norms import check_eps
-from kernel_ladder.spec import as_tuple
+from kernel_ladder.spec import as_leaves, as_tuple, has_gradient
 from kernel_ladder.testing.samples import make_inputs
 from kernel_ladder.tracing import address, inferring_shapes, shapes_only
 from triton_impl.norm.common import Kind
@@ -78,6 +80,60 @@ def test_shapes_are_those_of_a_launch(variant):
             found = variant.backward(saved, grad, needs)
         assert described(found) == described(gradients), case
     assert not shapes_only()
+
+
+@pytest.fixture
+def without_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("variant", every_variant(), ids=variant_id)
+def test_memory_waits_for_no_garbage_collector(variant, without_collector):
+    """A reference cycle that holds a result keeps its memory until Python's collector runs, which is seldom."""
+    case = min(plain_cases(variant.op), key=elements)
+    inputs = inputs_of(case)
+    skip_unless_it_runs(variant, inputs, case.options)
+    saves = variant.backward is not None and not without_gradient(variant)
+
+    def by_operators() -> list[torch.Tensor]:
+        """What a compiled program's forward and backward pass make."""
+        name, options, integers = (variant.op, variant.name), *operators_options(case.options)
+        with operators._asking():
+            found = torch.ops.kernel_ladder.forward(*name, inputs, options, integers, saves)
+            saved = operators._last.saved
+        if not saves:
+            return found
+        outputs = found[: len(found) - len(saved.own)]
+        given = [x for x in inputs if x is not None]
+        kept = [given[i] for i in saved.kept[0]] + [outputs[i] for i in saved.kept[1]] + saved.own
+        grads, needs = [torch.ones_like(x) for x in outputs], [has_gradient(x) for x in inputs]
+        operators._last.saved = None
+        found += torch.ops.kernel_ladder.backward(*name, grads, kept, saved.text, saved.integers, needs)
+        return found
+
+    def by_autograd() -> list[torch.Tensor]:
+        leaves = as_leaves(inputs) if saves else inputs
+        outputs = as_tuple(autograd.run(variant, leaves, {**case.options}))
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs]) if saves else None
+        return [*outputs, *(x.grad for x in leaves if x is not None and x.grad is not None)]
+
+    for run in (by_operators, by_autograd):
+        run()
+        gc.collect()
+        made = [weakref.ref(x) for x in run()]
+        assert made
+        alive = [each() for each in made if each() is not None and not any(each() is x for x in inputs)]
+        assert not alive, f"{run.__name__}: {[x.shape for x in alive]}"
+
+
+def operators_options(options):
+    integers = []
+    template = tuple((name, operators._without_integers(value, integers)) for name, value in options.items())
+    return operators._encoded(template), integers
 
 
 def inputs_of(case):
