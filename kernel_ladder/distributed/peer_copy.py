@@ -298,9 +298,10 @@ def guarded(caller: str, group: Any, run: Callable[..., Any], *args: Any, **opti
         return run(*args, **options)
     except RuntimeError as error:
         group = dist.group.WORLD if group is None else group
-        if TRAPPED not in str(error) or not _buffers.get(group):
+        buffers = _buffers.get(group)
+        if TRAPPED not in str(error) or not buffers:
             raise
-        device = torch.device("cuda", torch.cuda.current_device())
+        _, device = next(iter(buffers))  # CUDA is not asked: each of its calls may report the trap
         raise RuntimeError(
             f"{caller}: rank {group.rank()} of {group.size()} lost another rank: a wait on {device} for its copies, of "
             f"this call or an earlier one, ended after the group's timeout of {_timeout_ms(group, device) / 1e3:g} s, "

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from kernel_ladder import gpu
 from kernel_ladder.distributed.exchange import lost_neighbour
+from kernel_ladder.distributed.peer_copy import guarded
 
 #: Bytes in which a rank describes its call.
 _WIDTH = 2048
@@ -37,7 +38,12 @@ def check_same(caller: str, group: Any, device: torch.device, **of_call: Any) ->
     Raises:
         ValueError: a rank has something else than rank 0. RuntimeError: a rank is gone.
     """
-    if torch.compiler.is_compiling() or gpu.capturing():
+    if not torch.compiler.is_compiling():
+        guarded(caller, group, _check_same, caller, group, device, of_call)
+
+
+def _check_same(caller: str, group: Any, device: torch.device, of_call: dict[str, Any]) -> None:
+    if gpu.capturing():  # the first of a call that asks CUDA
         return
     group = dist.group.WORLD if group is None else group
     if group.size() == 1:
