@@ -59,7 +59,7 @@ def test_errors_of_another_kind_stay_what_they_are(trapped):
     def fail():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    with pytest.raises(RuntimeError, match="^CUDA error: an illegal memory access"):
+    with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access"):
         peer_copy.guarded("matmul", with_buffers(Group()), fail)
     with pytest.raises(RuntimeError, match=f"^CUDA error: {peer_copy.TRAPPED}"):  # no copies, no wait for them
         peer_copy.guarded("matmul", Group(), trapped)

@@ -186,9 +186,6 @@ class Shared:
     def store(self, value: torch.Tensor) -> None:
         self.x.copy_(value)
 
-    def load(self, layout: Any) -> Block:
-        return block(self.x.clone())
-
 
 class Barriers:
     def __init__(self, count: int, turns: Turns) -> None:

@@ -70,6 +70,7 @@ def emulated(monkeypatch) -> dict[str, EveryConfiguration]:
         monkeypatch.setattr(module, "multiprocessors", lambda *_: 3)
     monkeypatch.setattr(backward, "_launches", LaunchCache())
     monkeypatch.setattr(specialized_backward, "launch_delta", delta_in_pytorch)
+    monkeypatch.setattr(specialized_backward, "LONG", 0)
     made = {"forward": EveryConfiguration(2), "keys": EveryConfiguration(2), "queries": EveryConfiguration(1)}
     monkeypatch.setattr(warp_specialized, "_autotuner", made["forward"])
     monkeypatch.setattr(specialized_keys, "_autotuner", made["keys"])
@@ -160,8 +161,9 @@ LARGE = {
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sample", [*SAMPLES, *LARGE])
-def test_the_kernels_of_gradients_agree_on_a_gpu(sample, dtype):
-    variant = dataclasses.replace(rung("warp_specialized"), backward=specialized_backward.attention_backward)
+def test_the_kernels_of_gradients_agree_on_a_gpu(sample, dtype, monkeypatch):
+    monkeypatch.setattr(specialized_backward, "LONG", 0)
+    variant = rung("warp_specialized")
     case = (SAMPLES | LARGE)[sample].case()
     inputs = make_inputs(case, dtype, "cuda")
     skip_unless_it_runs(variant, inputs, case.options)
@@ -214,14 +216,17 @@ def test_the_gradient_of_the_log_sum_exp_counts(emulated):
         torch.testing.assert_close(x, y, rtol=0.05, atol=0.1)
 
 
-def test_wider_heads_have_the_kernels_of_flash(emulated, monkeypatch):
-    case = Sample((1, 1), (32, 32), (192, 128)).case()
+@pytest.mark.parametrize(
+    ("dims", "keys", "others"), [((192, 128), 4096, True), ((64, 64), 2047, True), ((64, 64), 2048, False)]
+)
+def test_wide_heads_and_few_keys_have_the_kernels_of_flash(dims, keys, others, emulated, monkeypatch):
+    monkeypatch.setattr(specialized_backward, "LONG", 2**17)
+    case = Sample((1, 1), (1, keys), dims).case()
     taken = []
     monkeypatch.setattr(backward, "attention_backward", lambda *arguments: taken.append(arguments) or (None,) * 3)
     output = differentiated()(*as_leaves(make_inputs(case, torch.bfloat16, "cpu")), **case.options)
     output.sum().backward()
-    assert len(taken) == 1
-    assert not emulated["keys"].ran
+    assert [first for _, _, _, *first in taken] == [[] if others else [specialized_backward._first_launches]]
 
 
 # ---- the emulator --------------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ AOT = [
     _warp_specialized(256, 0, BETWEEN_DIAGONALS),
     _specialized_backward(specialized_keys._of_keys_kernel, 64, 0),
     _specialized_backward(specialized_keys._of_keys_kernel, 128, 0, BELOW_DIAGONAL),
-    _specialized_backward(specialized_keys._of_keys_kernel, 128, 1, BETWEEN_DIAGONALS),
+    _specialized_backward(specialized_keys._of_keys_kernel, 128, 0, BETWEEN_DIAGONALS),
     _specialized_backward(specialized_queries._of_queries_kernel, 64, 0),
     _specialized_backward(specialized_queries._of_queries_kernel, 128, 1, BELOW_DIAGONAL),
     ahead_of_time(_split_kernel, 128, 16, 64, 4, 3),

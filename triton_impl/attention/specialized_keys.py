@@ -29,7 +29,6 @@ from triton_impl.attention.specialized_passing import (
     _fetch_passing,
     _issue,
     _load_lse,
-    _operand,
     _smem_of,
     _store_rows,
     configs,
@@ -52,7 +51,7 @@ from triton_impl.runtime.autotuner import Autotuner
 from triton_impl.runtime.descriptor_launch import DescriptorLaunch
 
 #: To time, by the wider head dimension.
-TILES: dict[int, tuple[Tile, ...]] = {64: ((64, 4, 0), (64, 4, 2)), 128: ((64, 2, 0), (64, 3, 0), (32, 4, 0))}
+TILES: dict[int, tuple[Tile, ...]] = {64: ((64, 4),), 128: ((64, 3),)}
 
 
 @gluon.jit
@@ -124,7 +123,7 @@ def _mainloop_step(
 
 @gluon.jit
 def _consumer(
-    j: gl.constexpr, BAND: gl.constexpr, IN_REGISTERS: gl.constexpr, grad_k_ptr, grad_v_ptr, lse_ptr, delta_ptr, smem,
+    j: gl.constexpr, BAND: gl.constexpr, grad_k_ptr, grad_v_ptr, lse_ptr, delta_ptr, smem,
     problem, work_tiles, factor, scale, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s, head_dim, head_dim_v,
 ):  # fmt: skip
     smem, problem = _smem_of(smem), _problem_of(problem)
@@ -136,8 +135,7 @@ def _consumer(
         head, start_n, begin, masked, tiles = _work_tile(iteration, problem, BAND, ROWS)
         start_n += j * KEPT
         mbarrier.wait(smem.kept_full.index(j), iteration & 1)
-        key = _operand(smem.kept, j, ROWS, IN_REGISTERS >= 1)
-        value = _operand(smem.kept_other, j, ROWS, IN_REGISTERS >= 2)
+        key, value = _tile(smem.kept, j), _tile(smem.kept_other, j)
         grad_k = gl.full([KEPT, D], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
         grad_v = gl.full([KEPT, DV], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16]))
         for i in range(problem.group):
@@ -168,7 +166,7 @@ def _of_keys_kernel(
     dk_b, dk_h, dk_s, dv_b, dv_h, dv_s, num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v,
     first, last, section, fold,
     BAND: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, IN_REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """``dK = scale · dSᵀ Q`` and ``dV = Pᵀ dO``, by tiles of 128 keys, of `num_heads` heads of keys in all batches.
 
@@ -184,8 +182,8 @@ def _of_keys_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consumer, (0, BAND, IN_REGISTERS) + consumed),
-            (_consumer, (1, BAND, IN_REGISTERS) + consumed),
+            (_consumer, (0, BAND) + consumed),
+            (_consumer, (1, BAND) + consumed),
             (_producer, (BAND, q_desc, g_desc, k_desc, v_desc, smem, problem, work_tiles)),
         ],
         [4, 1],
@@ -224,10 +222,10 @@ def launch(call: Call, grad_k: torch.Tensor, grad_v: torch.Tensor, grad: torch.T
     grid, fold = programs(call, call.k, heads_per_section)
 
     def made(config: triton.Config) -> DescriptorLaunch:
-        rows, stages, held = config.kwargs.values()
+        rows, stages = config.kwargs.values()
         kept = _described(call.k, KEPT.value, d), _described(call.v, KEPT.value, d_v)
         describe = (None, None, _described(grad, rows, d_v), None, None, _described(call.q, rows, d), *kept)
-        given = (*arguments(call, grad_k, grad_v, heads_per_section), fold, call.kind, d, d_v, rows, stages, held)
+        given = (*arguments(call, grad_k, grad_v, heads_per_section), fold, call.kind, d, d_v, rows, stages)
         return DescriptorLaunch(_of_keys_kernel, grid, describe, given, {"num_warps": config.num_warps})
 
     return _autotuner.launch(tuning_key(call), configs(TILES[max(64, d, d_v)]), made, grad_k, grad_v, grad, *others)

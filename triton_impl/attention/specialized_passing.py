@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton_impl import multiprocessors
 from triton_impl.attention.call import Call
 from triton_impl.attention.tiles import BELOW_DIAGONAL, seqlen_class
-from triton_impl.attention.warp_specialized import _barriers, _fetch_tile, _programs, _tile
+from triton_impl.attention.warp_specialized import _barriers, _fetch_tile, _programs
 
 #: Rows that a consumer keeps, and consumers.
 KEPT = gl.constexpr(64)
@@ -26,8 +26,8 @@ CONSUMER_REGISTERS = gl.constexpr(240)
 #: Rows of a program's tile.
 BLOCK = gl.constexpr(128)
 
-#: (rows that pass by at a time, stages, kept operands that are held in registers).
-Tile = tuple[int, int, int]
+#: Rows that pass by at a time, and stages.
+Tile = tuple[int, int]
 
 
 class _Smem(NamedTuple):
@@ -103,17 +103,6 @@ def _fetch_passing(desc, other_desc, smem, step, b, head, begin, tiles):
 
 
 @gluon.jit
-def _operand(smem, j: gl.constexpr, ROWS: gl.constexpr, IN_REGISTERS: gl.constexpr):
-    """A kept tile as the left operand of a product with `ROWS` columns: in shared memory, or in registers."""
-    tile = _tile(smem, j)
-    if IN_REGISTERS:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-        return tile.load(gl.DotOperandLayout(0, layout, 2))
-    else:
-        return tile
-
-
-@gluon.jit
 def _issue(kept, passing, COLUMNS: gl.constexpr):
     """Issue the product of a kept tile with a transposed one that passes by; the result is in flight."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -141,10 +130,7 @@ def _store_rows(pointer, acc, start, stride_row, rows, columns, dtype: gl.conste
 
 
 def configs(tiles: tuple[Tile, ...]) -> list[triton.Config]:
-    return [
-        triton.Config({"ROWS": rows, "STAGES": stages, "IN_REGISTERS": held}, num_warps=4, num_stages=1)
-        for rows, stages, held in tiles
-    ]
+    return [triton.Config({"ROWS": rows, "STAGES": stages}, num_warps=4, num_stages=1) for rows, stages in tiles]
 
 
 def tuning_key(call: Call) -> tuple[Any, ...]:

@@ -28,7 +28,6 @@ from triton_impl.attention.specialized_passing import (
     _fetch_passing,
     _issue,
     _load_lse,
-    _operand,
     _smem_of,
     _store_rows,
     configs,
@@ -52,7 +51,7 @@ from triton_impl.runtime.autotuner import Autotuner
 from triton_impl.runtime.descriptor_launch import DescriptorLaunch
 
 #: To time, by the wider head dimension.
-TILES: dict[int, tuple[Tile, ...]] = {64: ((128, 2, 0), (64, 4, 2)), 128: ((64, 3, 0), (64, 3, 1), (128, 2, 0))}
+TILES: dict[int, tuple[Tile, ...]] = {64: ((128, 2),), 128: ((64, 3), (128, 2))}
 
 
 @gluon.jit
@@ -96,7 +95,7 @@ def _mainloop_step(
 
 @gluon.jit
 def _consumer(
-    j: gl.constexpr, BAND: gl.constexpr, IN_REGISTERS: gl.constexpr, grad_q_ptr, lse_ptr, delta_ptr, smem, problem,
+    j: gl.constexpr, BAND: gl.constexpr, grad_q_ptr, lse_ptr, delta_ptr, smem, problem,
     work_tiles, factor, scale, dq_b, dq_h, dq_s, head_dim,
 ):  # fmt: skip
     smem, problem = _smem_of(smem), _problem_of(problem)
@@ -113,8 +112,7 @@ def _consumer(
         lse = _load_lse(lse_ptr + base, queries, problem.seqlen_q)
         delta = gl.load(delta_ptr + base + queries, mask=queries < problem.seqlen_q, other=0.0)
         mbarrier.wait(smem.kept_full.index(j), iteration & 1)
-        query = _operand(smem.kept, j, ROWS, IN_REGISTERS >= 1)
-        grad = _operand(smem.kept_other, j, ROWS, IN_REGISTERS >= 2)
+        query, grad = _tile(smem.kept, j), _tile(smem.kept_other, j)
         for t in range(whole):
             grad_q = _mainloop_step(
                 step + t, begin + t * ROWS, grad_q, query, grad, smem, lse, delta, queries, factor, problem,
@@ -136,7 +134,7 @@ def _of_queries_kernel(
     grad_q_ptr, g_desc, lse_ptr, delta_ptr, q_desc, k_desc, v_desc, factor, scale, dq_b, dq_h, dq_s,
     num_heads, heads, group, seqlen_q, seqlen_k, head_dim, first, last, section, fold,
     BAND: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, IN_REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """``dQ = scale · dS K``, by tiles of 128 queries, of `num_heads` heads in all batches.
 
@@ -151,8 +149,8 @@ def _of_queries_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consumer, (0, BAND, IN_REGISTERS) + consumed),
-            (_consumer, (1, BAND, IN_REGISTERS) + consumed),
+            (_consumer, (0, BAND) + consumed),
+            (_consumer, (1, BAND) + consumed),
             (_producer, (BAND, q_desc, g_desc, k_desc, v_desc, smem, problem, work_tiles)),
         ],
         [4, 1],
@@ -182,10 +180,10 @@ def launch(call: Call, grad_q: torch.Tensor, grad: torch.Tensor, *others: torch.
     grid, fold = programs(call, call.q, call.heads_per_section)
 
     def made(config: triton.Config) -> DescriptorLaunch:
-        rows, stages, held = config.kwargs.values()
+        rows, stages = config.kwargs.values()
         kept = _described(grad, KEPT.value, d_v), None, None, _described(call.q, KEPT.value, d)
         describe = (None, *kept, _described(call.k, rows, d), _described(call.v, rows, d_v))
-        given = (*arguments(call, grad_q), fold, call.kind, d, d_v, rows, stages, held)
+        given = (*arguments(call, grad_q), fold, call.kind, d, d_v, rows, stages)
         return DescriptorLaunch(_of_queries_kernel, grid, describe, given, {"num_warps": config.num_warps})
 
     return _autotuner.launch(tuning_key(call), configs(TILES[max(64, d, d_v)]), made, grad_q, grad, *others)
