@@ -8,8 +8,8 @@ Predicts  max(softmax, products) per tile instead of their sum.
 Limit now Registers: a consumer holds scores, weights and accumulator.
 Next      `split_kv` for few queries; cuda `pingpong` and `persistent` for many.
 
-Triton cannot say which warps do what, nor which of two products to wait for; Gluon can. The backward pass has a producer
-warp too (``specialized_backward.py``). Shared openly with `tma`: what may be described, and the arguments.
+Triton cannot say which warps do what, nor which of two products to wait for; Gluon can. The backward pass has a
+producer warp too (``specialized_backward.py``). Shared openly with `tma`: what may be described, and the arguments.
 """
 
 # ruff: noqa: RUF005 — inside a kernel tuples are joined by + alone
