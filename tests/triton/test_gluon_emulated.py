@@ -56,6 +56,8 @@ SAMPLES = {
     "causal-more-queries": Sample((1, 1), (260, 65), (64, 64), is_causal="lower_right"),
     "window": Sample((2, 2), (300, 300), (64, 64), window_size=(40, 20)),
     "window-causal": Sample((2, 1), (130, 257), (64, 64), is_causal="lower_right", window_size=(90, -1)),
+    "window-of-tiles": Sample((1, 1), (640, 640), (64, 64), window_size=(330, 260)),
+    "window-of-tiles-causal": Sample((1, 1), (500, 640), (64, 64), is_causal="lower_right", window_size=(400, -1)),
     "other-values": Sample((1, 1), (65, 129), (128, 64)),
     "padded-dims": Sample((1, 1), (64, 64), (40, 72), is_causal=True),
 }

@@ -56,7 +56,10 @@ TILES: dict[int, tuple[Tile, ...]] = {64: ((64, 4),), 128: ((64, 3),)}
 
 @gluon.jit
 def _work_tile(iteration, problem, BAND: gl.constexpr, ROWS: gl.constexpr):
-    """(head of keys, first key, first query, masked tiles of queries, all tiles) of an iteration."""
+    """(head of keys, first key, first query) of an iteration, and its tiles of queries.
+
+    As :func:`triton_impl.attention.warp_specialized._key_range`: masked ones before the unmasked, end of these, all.
+    """
     # Most queries see the first keys: these are the longest tiles of a causal mask.
     tile, head = _schedule(iteration, problem, (problem.seqlen_k + BLOCK - 1) // BLOCK, False)
     start_n = tile * BLOCK
@@ -66,13 +69,13 @@ def _work_tile(iteration, problem, BAND: gl.constexpr, ROWS: gl.constexpr):
     if BAND == 2:
         end = gl.minimum(problem.seqlen_q, gl.maximum(start_n + BLOCK - problem.first, 0))
     tiles = gl.maximum(end - begin + ROWS - 1, 0) // ROWS
-    masked = 0
-    if BAND == 1:  # up to the first query that sees every key of the tile
+    edge, whole = 0, tiles
+    if BAND != 0:  # up to the first query that sees every key of the tile
         whole_from = (gl.maximum(start_n + BLOCK - 1 - problem.last, 0) + ROWS - 1) // ROWS
-        masked = gl.minimum(whole_from - begin // ROWS, tiles)
-    if BAND == 2:
-        masked = tiles
-    return head, start_n, begin, masked, tiles
+        edge = gl.minimum(whole_from - begin // ROWS, tiles)
+    if BAND == 2:  # up to the last one
+        whole = gl.minimum(gl.maximum(start_n - problem.first + 1, 0) // ROWS - begin // ROWS, tiles)
+    return head, start_n, begin, edge, whole, tiles
 
 
 @gluon.jit
@@ -80,7 +83,7 @@ def _producer(BAND: gl.constexpr, q_desc, g_desc, k_desc, v_desc, smem, problem,
     smem, problem = _smem_of(smem), _problem_of(problem)
     step = 0
     for iteration in range(work_tiles):
-        head, start_n, begin, _, tiles = _work_tile(iteration, problem, BAND, smem.passing.shape[3])
+        head, start_n, begin, _, _, tiles = _work_tile(iteration, problem, BAND, smem.passing.shape[3])
         b, h = head // problem.heads, head % problem.heads
         _fetch_kept(k_desc, v_desc, smem, iteration, b, h, start_n)
         for i in range(problem.group):
@@ -132,7 +135,7 @@ def _consumer(
     DV: gl.constexpr = smem.passing_other.shape[4]
     step = 0
     for iteration in range(work_tiles):
-        head, start_n, begin, masked, tiles = _work_tile(iteration, problem, BAND, ROWS)
+        head, start_n, begin, edge, whole, tiles = _work_tile(iteration, problem, BAND, ROWS)
         start_n += j * KEPT
         mbarrier.wait(smem.kept_full.index(j), iteration & 1)
         key, value = _tile(smem.kept, j), _tile(smem.kept_other, j)
@@ -141,18 +144,25 @@ def _consumer(
         for i in range(problem.group):
             base = (head * problem.group + i).to(gl.int64) * problem.seqlen_q
             of_lse, of_delta = lse_ptr + base, delta_ptr + base
-            for t in range(masked):
+            for t in range(edge):
                 grad_k, grad_v = _mainloop_step(
                     step, begin + t * ROWS, grad_k, grad_v, key, value, smem, of_lse, of_delta, start_n, factor,
                     problem, True, BAND,
                 )  # fmt: skip
                 step += 1
-            for t in range(masked, tiles):
+            for t in range(edge, whole):
                 grad_k, grad_v = _mainloop_step(
                     step, begin + t * ROWS, grad_k, grad_v, key, value, smem, of_lse, of_delta, start_n, factor,
                     problem, False, BAND,
                 )  # fmt: skip
                 step += 1
+            if BAND == 2:
+                for t in range(gl.maximum(edge, whole), tiles):
+                    grad_k, grad_v = _mainloop_step(
+                        step, begin + t * ROWS, grad_k, grad_v, key, value, smem, of_lse, of_delta, start_n, factor,
+                        problem, True, BAND,
+                    )  # fmt: skip
+                    step += 1
         mbarrier.arrive(smem.kept_empty.index(j), count=1)
         b, h = (head // problem.heads).to(gl.int64), (head % problem.heads).to(gl.int64)
         of_keys, of_values = grad_k_ptr + (b * dk_b + h * dk_h), grad_v_ptr + (b * dv_b + h * dv_h)

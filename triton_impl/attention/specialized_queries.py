@@ -59,7 +59,7 @@ def _producer(BAND: gl.constexpr, q_desc, g_desc, k_desc, v_desc, smem, problem,
     smem, problem = _smem_of(smem), _problem_of(problem)
     step = 0
     for iteration in range(work_tiles):
-        head, start_m, begin, _, tiles = _work_tile(iteration, problem, BAND, BLOCK, smem.passing.shape[3])
+        head, start_m, begin, _, _, tiles = _work_tile(iteration, problem, BAND, BLOCK, smem.passing.shape[3])
         b, h = head // problem.heads, head % problem.heads
         _fetch_kept(q_desc, g_desc, smem, iteration, b, h, start_m)
         step = _fetch_passing(k_desc, v_desc, smem, step, b, h // problem.group, begin, tiles)
@@ -104,7 +104,7 @@ def _consumer(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     step = 0
     for iteration in range(work_tiles):
-        head, start_m, begin, whole, tiles = _work_tile(iteration, problem, BAND, BLOCK, ROWS)
+        head, start_m, begin, edge, whole, tiles = _work_tile(iteration, problem, BAND, BLOCK, ROWS)
         start_m += j * KEPT
         grad_q = gl.full([KEPT, D], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
         queries = start_m + gl.arange(0, KEPT, layout=gl.SliceLayout(1, layout))
@@ -113,12 +113,20 @@ def _consumer(
         delta = gl.load(delta_ptr + base + queries, mask=queries < problem.seqlen_q, other=0.0)
         mbarrier.wait(smem.kept_full.index(j), iteration & 1)
         query, grad = _tile(smem.kept, j), _tile(smem.kept_other, j)
-        for t in range(whole):
+        first = 0
+        if BAND == 2:
+            first = gl.minimum(edge, tiles)
+            for t in range(first):
+                grad_q = _mainloop_step(
+                    step + t, begin + t * ROWS, grad_q, query, grad, smem, lse, delta, queries, factor, problem,
+                    True, BAND,
+                )  # fmt: skip
+        for t in range(first, whole):
             grad_q = _mainloop_step(
                 step + t, begin + t * ROWS, grad_q, query, grad, smem, lse, delta, queries, factor, problem,
                 False, BAND,
             )  # fmt: skip
-        for t in range(whole, tiles):
+        for t in range(gl.maximum(whole, first), tiles):
             grad_q = _mainloop_step(
                 step + t, begin + t * ROWS, grad_q, query, grad, smem, lse, delta, queries, factor, problem,
                 True, BAND,

@@ -139,8 +139,8 @@ def _schedule(iteration, problem, tiles, LAST_FIRST: gl.constexpr):
 
 @gluon.jit
 def _key_range(start_m, rows, problem, BAND: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(first key, unmasked tiles, all tiles) of `rows` queries."""
-    begin = 0
+    """(first key, masked tiles before the unmasked ones, end of these, all tiles) of `rows` queries."""
+    begin, edge = 0, 0
     seqlen_k = problem.seqlen_k
     whole = seqlen_k // BLOCK_N
     end = seqlen_k
@@ -149,17 +149,18 @@ def _key_range(start_m, rows, problem, BAND: gl.constexpr, BLOCK_N: gl.constexpr
         whole = gl.maximum(gl.minimum(seqlen_k, start_m + 1 + problem.last), 0) // BLOCK_N
     if BAND == 2:
         begin = gl.maximum(start_m + problem.first, 0) // BLOCK_N * BLOCK_N
-        whole = 0
+        edge = (gl.maximum(start_m + rows - 1 + problem.first, 0) - begin + BLOCK_N - 1) // BLOCK_N
+        whole -= begin // BLOCK_N
     # At least one tile, masked if need be, so that every row has a result.
-    return begin, whole, gl.maximum((end - begin + BLOCK_N - 1) // BLOCK_N, 1)
+    return begin, edge, whole, gl.maximum((end - begin + BLOCK_N - 1) // BLOCK_N, 1)
 
 
 @gluon.jit
 def _work_tile(iteration, problem, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """(head, first query) of the work tile of an iteration, and its :func:`_key_range`."""
     tile, head = _schedule(iteration, problem, _tiles(problem, ROWS), BAND == 1)
-    begin, whole, tiles = _key_range(tile * ROWS, ROWS, problem, BAND, BLOCK_N)
-    return head, tile * ROWS, begin, whole, tiles
+    begin, edge, whole, tiles = _key_range(tile * ROWS, ROWS, problem, BAND, BLOCK_N)
+    return head, tile * ROWS, begin, edge, whole, tiles
 
 
 @gluon.jit
@@ -172,7 +173,7 @@ def _producer(BAND: gl.constexpr, q_desc, k_desc, v_desc, smem, problem, work_ti
     BLOCK_DV: gl.constexpr = smem.v.shape[4]
     loaded = 0
     for iteration in range(work_tiles):
-        head, start_m, begin, _, tiles = _work_tile(iteration, problem, BAND, CONSUMERS * BLOCK_M, BLOCK_N)
+        head, start_m, begin, _, _, tiles = _work_tile(iteration, problem, BAND, CONSUMERS * BLOCK_M, BLOCK_N)
         b, h = head // problem.heads, head % problem.heads
         h_kv = h // problem.group
         for i in range(tiles):
@@ -277,7 +278,7 @@ def _mainloop_step(
 
 @gluon.jit
 def _mainloop(
-    j: gl.constexpr, BAND: gl.constexpr, q, smem, consumed_tiles, start_m, begin, whole, tiles, factor, problem
+    j: gl.constexpr, BAND: gl.constexpr, q, smem, consumed_tiles, start_m, begin, edge, whole, tiles, factor, problem
 ):
     """Mainloop of one tile of queries: (acc, row_max, row_sum), with acc not yet divided by row_sum."""
     STAGES: gl.constexpr = smem.k.shape[0]
@@ -297,12 +298,20 @@ def _mainloop(
     new_weights, _, row_max, row_sum = _online_softmax(scores, factor, row_max, row_sum)
     weights = gl.convert_layout(new_weights.to(smem.k.dtype), gl.DotOperandLayout(0, acc_layout, 2))
     acc = gl.full([BLOCK_M, BLOCK_DV], 0.0, gl.float32, acc_layout)
-    for i in range(1, whole):
+    first = 1
+    if BAND == 2:
+        first = gl.minimum(gl.maximum(edge, 1), tiles)
+        for i in range(1, first):
+            acc, weights, row_max, row_sum = _mainloop_step(
+                j, consumed_tiles + i, acc, weights, row_max, row_sum, q, smem, start_m, begin + i * BLOCK_N, factor,
+                problem, True, BAND,
+            )  # fmt: skip
+    for i in range(first, whole):
         acc, weights, row_max, row_sum = _mainloop_step(
             j, consumed_tiles + i, acc, weights, row_max, row_sum, q, smem, start_m, begin + i * BLOCK_N, factor,
             problem, False, BAND,
         )  # fmt: skip
-    for i in range(gl.maximum(whole, 1), tiles):
+    for i in range(gl.maximum(whole, first), tiles):
         acc, weights, row_max, row_sum = _mainloop_step(
             j, consumed_tiles + i, acc, weights, row_max, row_sum, q, smem, start_m, begin + i * BLOCK_N, factor,
             problem, True, BAND,
@@ -324,11 +333,11 @@ def _consumer(
     q = _tile(smem.q, j)
     consumed_tiles = 0
     for iteration in range(work_tiles):
-        head, start_m, begin, whole, tiles = _work_tile(iteration, problem, BAND, ROWS, smem.k.shape[3])
+        head, start_m, begin, edge, whole, tiles = _work_tile(iteration, problem, BAND, ROWS, smem.k.shape[3])
         start_m += j * BLOCK_M
         mbarrier.wait(smem.q_full.index(j), iteration & 1)
         acc, row_max, row_sum = _mainloop(
-            j, BAND, q, smem, consumed_tiles, start_m, begin, whole, tiles, factor, problem
+            j, BAND, q, smem, consumed_tiles, start_m, begin, edge, whole, tiles, factor, problem
         )
         consumed_tiles += tiles
 
