@@ -171,10 +171,11 @@ def _own(values: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Ten
     """The tensors among `values` that :meth:`_Tensors.describe` would append, in order, without descriptions."""
     sizes = {_memory(x): x.element_size() for x in given if x.numel()}
     found: list[torch.Tensor] = []
-    for x in (x for x in _tensors_in(values) if not any(x is y for y in (*given, *found))):
-        if x.numel() and (size := sizes.get(_memory(x))) is not None:
-            if size == x.element_size():
-                continue
+    for x in _tensors_in(values):
+        size = sizes.get(_memory(x)) if x.numel() else None
+        if size == x.element_size() or any(x is y for y in (*given, *found)):
+            continue
+        if size is not None:
             x = x.clone()
         found.append(x)
         if x.numel():

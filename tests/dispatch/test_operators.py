@@ -117,13 +117,14 @@ def test_memory_waits_for_no_garbage_collector(variant, without_collector):
     def by_autograd() -> list[torch.Tensor]:
         leaves = as_leaves(inputs) if saves else inputs
         outputs = as_tuple(autograd.run(variant, leaves, {**case.options}))
-        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs]) if saves else None
+        if saves:
+            torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
         return [*outputs, *(x.grad for x in leaves if x is not None and x.grad is not None)]
 
     for run in (by_operators, by_autograd):
         made = [weakref.ref(x) for x in run()]
         assert made
-        alive = [each() for each in made if each() is not None and not any(each() is x for x in inputs)]
+        alive = [x for x in (each() for each in made) if x is not None and not any(x is y for y in inputs)]
         assert not alive, f"{run.__name__}: {[x.shape for x in alive]}"
 
 

@@ -22,6 +22,7 @@ from kernel_ladder.spec import Output
 from triton_impl.attention import backward, specialized_keys, specialized_queries
 from triton_impl.attention.call import Call
 from triton_impl.attention.delta import launch_delta
+from triton_impl.attention.tiles import blocks
 from triton_impl.runtime.descriptor_launch import DescriptorLaunch, unaligned
 
 #: The widest head dimension, padded.
@@ -34,7 +35,7 @@ LONG = 2**17
 
 def takes(call: Call) -> bool:
     """Whether the kernels take a call that the forward pass has taken."""
-    widest = max(call.constants["BLOCK_D"], call.constants["BLOCK_DV"])
+    widest = max(blocks(call.q.shape[3], call.v.shape[3]))
     return widest <= WIDEST and call.k.shape[2] * widest >= LONG
 
 

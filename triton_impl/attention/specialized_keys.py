@@ -33,9 +33,9 @@ from triton_impl.attention.specialized_passing import (
     _store_rows,
     configs,
     programs,
-    tuning_key,
 )
-from triton_impl.attention.tiles import BELOW_DIAGONAL, LOG2_E, section
+from triton_impl.attention.tiles import BELOW_DIAGONAL, LOG2_E, blocks, section
+from triton_impl.attention.tma import tuning_key
 from triton_impl.attention.warp_specialized import (
     PRODUCER_REGISTERS,
     _described,
@@ -45,6 +45,7 @@ from triton_impl.attention.warp_specialized import (
     _schedule,
     _seen,
     _tile,
+    _tiles,
     _work_tiles,
 )
 from triton_impl.runtime.autotuner import Autotuner
@@ -61,7 +62,7 @@ def _work_tile(iteration, problem, BAND: gl.constexpr, ROWS: gl.constexpr):
     As :func:`triton_impl.attention.warp_specialized._key_range`: masked ones before the unmasked, end of these, all.
     """
     # Most queries see the first keys: these are the longest tiles of a causal mask.
-    tile, head = _schedule(iteration, problem, (problem.seqlen_k + BLOCK - 1) // BLOCK, False)
+    tile, head = _schedule(iteration, problem, _tiles(problem.seqlen_k, BLOCK), False)
     start_n = tile * BLOCK
     begin, end = 0, problem.seqlen_q
     if BAND != 0:
@@ -141,28 +142,18 @@ def _consumer(
         key, value = _tile(smem.kept, j), _tile(smem.kept_other, j)
         grad_k = gl.full([KEPT, D], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
         grad_v = gl.full([KEPT, DV], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16]))
+        edges = (0, edge, gl.maximum(edge, whole), tiles)
         for i in range(problem.group):
             base = (head * problem.group + i).to(gl.int64) * problem.seqlen_q
             of_lse, of_delta = lse_ptr + base, delta_ptr + base
-            for t in range(edge):
-                grad_k, grad_v = _mainloop_step(
-                    step, begin + t * ROWS, grad_k, grad_v, key, value, smem, of_lse, of_delta, start_n, factor,
-                    problem, True, BAND,
-                )  # fmt: skip
-                step += 1
-            for t in range(edge, whole):
-                grad_k, grad_v = _mainloop_step(
-                    step, begin + t * ROWS, grad_k, grad_v, key, value, smem, of_lse, of_delta, start_n, factor,
-                    problem, False, BAND,
-                )  # fmt: skip
-                step += 1
-            if BAND == 2:
-                for t in range(gl.maximum(edge, whole), tiles):
-                    grad_k, grad_v = _mainloop_step(
-                        step, begin + t * ROWS, grad_k, grad_v, key, value, smem, of_lse, of_delta, start_n, factor,
-                        problem, True, BAND,
-                    )  # fmt: skip
-                    step += 1
+            for part in gl.static_range(3):  # masked, unmasked, masked
+                if BAND == 2 or part != 2:
+                    for t in range(edges[part], edges[part + 1]):
+                        grad_k, grad_v = _mainloop_step(
+                            step, begin + t * ROWS, grad_k, grad_v, key, value, smem, of_lse, of_delta, start_n,
+                            factor, problem, part != 1, BAND,
+                        )  # fmt: skip
+                        step += 1
         mbarrier.arrive(smem.kept_empty.index(j), count=1)
         b, h = (head // problem.heads).to(gl.int64), (head % problem.heads).to(gl.int64)
         of_keys, of_values = grad_k_ptr + (b * dk_b + h * dk_h), grad_v_ptr + (b * dv_b + h * dv_h)
@@ -184,7 +175,7 @@ def _of_keys_kernel(
     dO (B, H, S, D) by descriptors, dK and dV by their strides with dense rows, statistics (B, H, S) contiguous.
     """
     problem = _Problem(num_heads, heads, group, seqlen_q, seqlen_k, first, last, section, fold)
-    work_tiles = _work_tiles(problem, (seqlen_k + BLOCK - 1) // BLOCK)
+    work_tiles = _work_tiles(problem, _tiles(seqlen_k, BLOCK))
     smem = _allocate(k_desc, v_desc, q_desc, g_desc, BLOCK_D, BLOCK_DV, ROWS, STAGES)
     consumed = (
         grad_k_ptr, grad_v_ptr, lse_ptr, delta_ptr, smem, problem, work_tiles, factor, scale,
@@ -227,7 +218,7 @@ _autotuner = Autotuner(_of_keys_kernel)
 
 def launch(call: Call, grad_k: torch.Tensor, grad_v: torch.Tensor, grad: torch.Tensor, *others: torch.Tensor) -> Any:
     """Choose a configuration and run it on (dK, dV, dO, lse, delta, Q, K, V); the returned launch repeats it."""
-    d, d_v = call.constants["BLOCK_D"], call.constants["BLOCK_DV"]
+    d, d_v = blocks(call.q.shape[3], call.v.shape[3])
     heads_per_section = _section(call)
     grid, fold = programs(call, call.k, heads_per_section)
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from triton_impl import multiprocessors
 from triton_impl.attention.call import Call
-from triton_impl.attention.tiles import BELOW_DIAGONAL, seqlen_class
+from triton_impl.attention.tiles import BELOW_DIAGONAL
 from triton_impl.attention.warp_specialized import _barriers, _fetch_tile, _programs
 
 #: Rows that a consumer keeps, and consumers.
@@ -24,7 +24,7 @@ KEPT = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 CONSUMER_REGISTERS = gl.constexpr(240)
 #: Rows of a program's tile.
-BLOCK = gl.constexpr(128)
+BLOCK = gl.constexpr(CONSUMERS.value * KEPT.value)
 
 #: Rows that pass by at a time, and stages.
 Tile = tuple[int, int]
@@ -131,12 +131,6 @@ def _store_rows(pointer, acc, start, stride_row, rows, columns, dtype: gl.conste
 
 def configs(tiles: tuple[Tile, ...]) -> list[triton.Config]:
     return [triton.Config({"ROWS": rows, "STAGES": stages}, num_warps=4, num_stages=1) for rows, stages in tiles]
-
-
-def tuning_key(call: Call) -> tuple[Any, ...]:
-    """Equal for calls that share a tuned configuration."""
-    constants = call.constants
-    return str(call.q.dtype), constants["BLOCK_D"], constants["BLOCK_DV"], call.kind, seqlen_class(call.q.shape[2])
 
 
 def programs(call: Call, of: torch.Tensor, heads_per_section: int) -> tuple[int, int]:

@@ -32,9 +32,9 @@ from triton_impl.attention.specialized_passing import (
     _store_rows,
     configs,
     programs,
-    tuning_key,
 )
-from triton_impl.attention.tiles import LOG2_E
+from triton_impl.attention.tiles import LOG2_E, blocks
+from triton_impl.attention.tma import tuning_key
 from triton_impl.attention.warp_specialized import (
     PRODUCER_REGISTERS,
     _described,
@@ -113,24 +113,17 @@ def _consumer(
         delta = gl.load(delta_ptr + base + queries, mask=queries < problem.seqlen_q, other=0.0)
         mbarrier.wait(smem.kept_full.index(j), iteration & 1)
         query, grad = _tile(smem.kept, j), _tile(smem.kept_other, j)
-        first = 0
         if BAND == 2:
-            first = gl.minimum(edge, tiles)
-            for t in range(first):
-                grad_q = _mainloop_step(
-                    step + t, begin + t * ROWS, grad_q, query, grad, smem, lse, delta, queries, factor, problem,
-                    True, BAND,
-                )  # fmt: skip
-        for t in range(first, whole):
-            grad_q = _mainloop_step(
-                step + t, begin + t * ROWS, grad_q, query, grad, smem, lse, delta, queries, factor, problem,
-                False, BAND,
-            )  # fmt: skip
-        for t in range(gl.maximum(whole, first), tiles):
-            grad_q = _mainloop_step(
-                step + t, begin + t * ROWS, grad_q, query, grad, smem, lse, delta, queries, factor, problem,
-                True, BAND,
-            )  # fmt: skip
+            edge = gl.minimum(edge, tiles)
+            whole = gl.maximum(edge, whole)
+        edges = (0, edge, whole, tiles)
+        for part in gl.static_range(3):  # masked, unmasked, masked
+            if BAND == 2 or part != 0:
+                for t in range(edges[part], edges[part + 1]):
+                    grad_q = _mainloop_step(
+                        step + t, begin + t * ROWS, grad_q, query, grad, smem, lse, delta, queries, factor, problem,
+                        part != 1, BAND,
+                    )  # fmt: skip
         step += tiles
         mbarrier.arrive(smem.kept_empty.index(j), count=1)
         at = (head // problem.heads).to(gl.int64) * dq_b + (head % problem.heads).to(gl.int64) * dq_h
@@ -150,7 +143,7 @@ def _of_queries_kernel(
     dO (B, H, S, D) by descriptors, dQ by its strides with dense rows, statistics (B, H, S) contiguous.
     """
     problem = _Problem(num_heads, heads, group, seqlen_q, seqlen_k, first, last, section, fold)
-    work_tiles = _work_tiles(problem, _tiles(problem, BLOCK))
+    work_tiles = _work_tiles(problem, _tiles(seqlen_q, BLOCK))
     smem = _allocate(q_desc, g_desc, k_desc, v_desc, BLOCK_D, BLOCK_DV, ROWS, STAGES)
     consumed = (
         grad_q_ptr, lse_ptr, delta_ptr, smem, problem, work_tiles, factor, scale, dq_b, dq_h, dq_s, head_dim,
@@ -184,7 +177,7 @@ _autotuner = Autotuner(_of_queries_kernel)
 
 def launch(call: Call, grad_q: torch.Tensor, grad: torch.Tensor, *others: torch.Tensor) -> Any:
     """Choose a configuration and run it on (dQ, dO, lse, delta, Q, K, V); the returned launch repeats it."""
-    d, d_v = call.constants["BLOCK_D"], call.constants["BLOCK_DV"]
+    d, d_v = blocks(call.q.shape[3], call.v.shape[3])
     grid, fold = programs(call, call.q, call.heads_per_section)
 
     def made(config: triton.Config) -> DescriptorLaunch:

@@ -103,9 +103,9 @@ def _exp2(x):
 
 
 @gluon.jit
-def _tiles(problem, ROWS: gl.constexpr):
-    """Number of query tiles per head."""
-    return (problem.seqlen_q + ROWS - 1) // ROWS
+def _tiles(length, ROWS: gl.constexpr):
+    """Number of tiles per head, of a sequence of queries or of keys."""
+    return (length + ROWS - 1) // ROWS
 
 
 @gluon.jit
@@ -158,7 +158,7 @@ def _key_range(start_m, rows, problem, BAND: gl.constexpr, BLOCK_N: gl.constexpr
 @gluon.jit
 def _work_tile(iteration, problem, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """(head, first query) of the work tile of an iteration, and its :func:`_key_range`."""
-    tile, head = _schedule(iteration, problem, _tiles(problem, ROWS), BAND == 1)
+    tile, head = _schedule(iteration, problem, _tiles(problem.seqlen_q, ROWS), BAND == 1)
     begin, edge, whole, tiles = _key_range(tile * ROWS, ROWS, problem, BAND, BLOCK_N)
     return head, tile * ROWS, begin, edge, whole, tiles
 
@@ -379,7 +379,7 @@ def _specialized_kernel(
     Layout: Q, K and V (B, H, S, D) by descriptors, `out` by its strides with dense rows, `lse` (B, H, S) contiguous.
     """
     problem = _Problem(num_heads, heads, group, seqlen_q, seqlen_k, first, last, section, fold)
-    work_tiles = _work_tiles(problem, _tiles(problem, CONSUMERS * BLOCK_M))
+    work_tiles = _work_tiles(problem, _tiles(seqlen_q, CONSUMERS * BLOCK_M))
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
