@@ -4,8 +4,9 @@
 //
 // A pair is elements i and i + R / 2 of a row, or 2i and 2i + 1 if interleaved. Elements from R on are copied. The
 // backward pass is the same kernel with the opposite angle. Rows are counted in row-major order, so that the position
-// varies fastest; `table` is (positions, R / 2, 2) float32: cosine and sine of each position and pair. Sequences may have
-// offsets of their own, which are added to the position of their rows. Kernels for these are separate instantiations.
+// varies fastest, or where heads lie closer together than positions, so that the head does: neighbouring threads then read
+// neighbouring rows. `table` is (positions, R / 2, 2) float32: cosine and sine of each position and pair. Sequences may
+// have offsets of their own, which are added to the position of their rows. Kernels for these are separate instantiations.
 
 #include "core/elementwise.cuh"
 #include "core/ops.h"
@@ -21,6 +22,7 @@ enum { ROPE_OUTPUT, ROPE_INPUT, ROPE_OPERANDS };
 struct Rope {
     Operands<ROPE_OPERANDS> at;
     int64_t rows, positions, out_step, in_step;
+    int64_t heads_inside;  // rows of a position that follow each other
     int32_t width, pairs;  // elements of a row, and its rotated pairs
     float sign;            // of the sine: 1, or −1 backward
 };
@@ -37,13 +39,17 @@ struct Angles {
     bool known;
 };
 
+__device__ inline int64_t position_of(const Rope& rope, int64_t row) {
+    return (rope.heads_inside == 1 ? row : row / rope.heads_inside) % rope.positions;
+}
+
 __device__ inline Angles angles_of(const Rope& rope, const float* table, int64_t row, int pair = 0) {
-    return {table + 2 * (row % rope.positions * rope.pairs + pair), true};
+    return {table + 2 * (position_of(rope, row) * rope.pairs + pair), true};
 }
 
 __device__ inline Angles angles_of(const RopeOfSequences& rope, const float* table, int64_t row, int pair = 0) {
     const int64_t first = rope.offset + rope.offsets[row / rope.sequence_rows];
-    const int64_t position = first + row % rope.positions;
+    const int64_t position = first + position_of(rope, row);
     const bool known = position >= 0 && position < rope.table_rows;
     const int64_t at = known ? position : 0;  // where there are rows, the table has one
     return {table + 2 * (at * rope.pairs + pair), known};
@@ -213,11 +219,16 @@ Tensor rope(const Tensor& input, const Tensor& table, bool interleaved, bool bac
     if (input.numel() == 0) return output;
     std::vector<int64_t> order;
     for (int64_t d = 0; d + 1 < input.dim(); ++d) order.push_back(d);
+    // The first dimension is that of the sequences, whose offsets rows find by their number.
+    const bool heads_inside =
+        input.dim() >= 4 && input.size(-3) > 1 && input.size(-2) > 1 && input.stride(-3) < input.stride(-2);
+    if (heads_inside) std::swap(order[order.size() - 2], order.back());
     const Rope rope{Operands<ROPE_OPERANDS>(order, {&output, &input}, "rope"),
                     input.numel() / input.size(-1),
                     input.size(-2),
                     output.stride(-1),
                     input.stride(-1),
+                    heads_inside ? input.size(-3) : 1,
                     static_cast<int32_t>(input.size(-1)),
                     static_cast<int32_t>(table.size(1)),
                     backward ? -1.0f : 1.0f};

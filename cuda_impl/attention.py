@@ -151,6 +151,17 @@ def _split_unsupported(
     return _mma_unsupported(query) or split_too_large(query, value)
 
 
+def ordered_like(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """``(…, H, S, columns)`` in the memory order of `x`: ``empty_ordered_like`` in csrc/attention/attention.cuh.
+
+    It is ``(…, S, H, columns)`` in memory where heads of `x` lie closer together than its rows.
+    """
+    *batch, heads, rows, _ = x.shape
+    if heads > 1 and rows > 1 and x.stride(-3) < x.stride(-2):
+        return x.new_empty((*batch, rows, heads, columns)).transpose(-3, -2)
+    return x.new_empty((*batch, heads, rows, columns))
+
+
 def _gradients(gradients: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     """Those that are wanted: of query, key and value, and where the call has a mask, of that."""
     return tuple(g if need else None for g, need in zip(gradients, needs, strict=False))
@@ -163,9 +174,9 @@ def _read_by_kernels(name: str, grad: torch.Tensor) -> torch.Tensor:
     return grad.clone(memory_format=torch.contiguous_format)
 
 
-def _with_dense_output(name: str, saved: tuple) -> tuple:
-    """What a step saved, with a dense output: one that was merged from parts of the keys may have other strides."""
-    if name not in HOPPER_BACKWARD or (saved[3].is_contiguous() and address(saved[3]) % 16 == 0):
+def _with_readable_output(name: str, saved: tuple) -> tuple:
+    """What a step saved, with dense rows of the output: one that was merged from parts of the keys may have others."""
+    if name not in HOPPER_BACKWARD or read_by_tma(saved[3]):
         return saved
     return (*saved[:3], saved[3].clone(memory_format=torch.contiguous_format), *saved[4:])
 
@@ -222,7 +233,7 @@ def _register(name: str, unsupported, backward_of: Callable[[int, int], str]) ->
         run_backward = getattr(torch.ops.kernel_ladder.attention_backward, step)
         if len(saved) > KEEPING_ALL:
             run_backward = torch.ops.kernel_ladder.attention_dropout_backward.flash
-        saved = _with_dense_output(step, saved)
+        saved = _with_readable_output(step, saved)
         grad = _read_by_kernels(step, grad)
         of_mask = None
         if (attn_mask := saved[place_of_mask]) is not None:
@@ -242,12 +253,14 @@ def _register(name: str, unsupported, backward_of: Callable[[int, int], str]) ->
         return (query, key, value, *outputs, None, first, last, scale, options["enable_gqa"])
 
     def fake(query, key, value, attn_mask, *others):
-        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        output = ordered_like(query, value.shape[-1])
+        if name == "split_kv":  # its merge writes row by row
+            output = query.new_empty(output.shape)
         parts = (2,) if in_two_parts(attn_mask) else ()
         return output, query.new_empty((*parts, *query.shape[:-1]), dtype=torch.float32)
 
     def fake_gradients(grad, grad_lse, query, key, value, *others):
-        return tuple(x.new_empty(x.shape) for x in (query, key, value))
+        return tuple(ordered_like(x, x.shape[-1]) for x in (query, key, value))
 
     def fake_of_mask(grad, grad_lse, *saved):
         attn_mask = saved[place_of_mask]

@@ -17,7 +17,7 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& query, const Tensor& key,
     const Attention a = prepare_attention(query, key, value, first, last, scale, enable_gqa);
     const Mask mask = make_mask(attn_mask, query, a);
     const Launch launch(query);
-    Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
+    Tensor output = empty_ordered_like(query, a.D_v);
     Tensor lse = empty_lse(query, mask);
     if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
     dispatch_16bit(query.scalar_type(), "attention", [&](auto zero) {

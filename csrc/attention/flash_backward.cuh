@@ -330,11 +330,11 @@ void launch_products(const FlashGradients<T>& operands, const Attention& a, cons
     KL_LAUNCH_CHECK();
 }
 
-/// Memory for the gradient of an operand, in its shape. Packed operands are (1, H, T, D), and their gradients (T, H, D), as
+/// Memory for the gradient of an operand, in its shape and memory order. Packed operands are (1, H, T, D), and their gradients (T, H, D), as
 /// callers pass them.
 template <typename Sequences>
 Tensor empty_gradient(const Tensor& x) {
-    if constexpr (!Sequences::PACKED) return empty_dense(x);
+    if constexpr (!Sequences::PACKED) return empty_ordered_like(x, x.size(-1));
     return empty(x, x.scalar_type(), {x.size(2), x.size(1), x.size(3)});
 }
 template <typename T, typename Sequences>

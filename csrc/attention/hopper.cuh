@@ -75,6 +75,23 @@ void dispatch_first(const char* op, const std::string& rung, ScalarType dtype, c
     });
 }
 
+/// A result in memory: (B, H, S, columns) in any order with dense rows, or of packed sequences (S, H, columns).
+template <typename T>
+struct Result {
+    T* data;
+    int64_t batch, head, row;  // strides
+
+    explicit Result(const Tensor& x)
+        : data(static_cast<T*>(x.data_ptr())),
+          batch(x.dim() == 4 ? x.stride(0) : 0),
+          head(x.stride(1)),
+          row(x.stride(x.dim() == 4 ? 2 : 0)) {}
+    /// A row of head `outer` of all batches' heads.
+    __device__ T* at(unsigned outer, int heads, int row_index) const {
+        return data + outer / heads * batch + outer % heads * head + row_index * row;
+    }
+};
+
 /// One call: checks the operands and allocates the results.
 struct AttentionCall {
     const std::string rung;
@@ -101,7 +118,7 @@ struct AttentionCall {
                      " takes dense rows of the head dimension");
         }
         const ScalarType dtype = query.scalar_type();
-        output = packed ? empty(query, dtype, {a.S_q, a.heads, a.D_v}) : empty_like_query(query, dtype, a.D_v);
+        output = packed ? empty(query, dtype, {a.S_q, a.heads, a.D_v}) : empty_ordered_like(query, a.D_v);
         lse =
             packed ? empty(query, ScalarType::Float, {a.heads, a.S_q}) : empty_like_query(query, ScalarType::Float, 0);
     }
@@ -130,7 +147,7 @@ struct AttentionCall {
                            tensor_map(tma_operand(value, S::KEYS))};
         const auto kernel = KERNEL;
         kernel<<<grid_size(blocks), S::THREADS, S::SHARED, launch.stream>>>(
-            static_cast<T*>(output.data_ptr()), static_cast<float*>(lse.data_ptr()), maps, a, more...);
+            Result<T>(output), static_cast<float*>(lse.data_ptr()), maps, a, more...);
         KL_LAUNCH_CHECK();
     }
 };
@@ -455,13 +472,14 @@ __device__ inline void store_results(T* first_output, int64_t stride, float* fir
         }
     }
 }
-/// The same for dense tensors (B, H, S, D_v) and (B, H, S).
+/// The same for batches, whose log-sum-exps are (B, H, S).
 template <typename T, typename S>
-__device__ inline void store_results(T* all_output, float* all_lse, const Attention& a, const QueryTile<S>& tile,
-                                     const ThreadRows& rows, const float (&output)[S::VALUE_DIM / 2],
+__device__ inline void store_results(const Result<T>& all_outputs, float* all_lse, const Attention& a,
+                                     const QueryTile<S>& tile, const ThreadRows& rows,
+                                     const float (&output)[S::VALUE_DIM / 2],
                                      const OnlineSoftmaxState<S::KEYS>& softmax) {
-    const int64_t begin = int64_t{tile.outer} * a.S_q;
-    store_results<T, S>(all_output + begin * a.D_v, a.D_v, all_lse + begin, a, rows, output, softmax);
+    store_results<T, S>(all_outputs.at(tile.outer, a.heads, 0), all_outputs.row, all_lse + int64_t{tile.outer} * a.S_q,
+                        a, rows, output, softmax);
 }
 
 #endif

@@ -31,15 +31,6 @@ struct BackwardMaps {
     CUtensorMap query, key, value, grad;
 };
 
-/// A gradient in memory: dense (B, H, S, columns), or packed (S, H, columns).
-template <typename T>
-struct Gradient {
-    T* data;
-    int64_t head, row;  // strides
-
-    __device__ T* at(int64_t outer, int row_index) const { return data + outer * head + row_index * row; }
-};
-
 // ---- host -----------------------------------------------------------------------------------------------------------
 
 /// One call: checks the operands and allocates gradients and statistics.
@@ -80,23 +71,14 @@ struct BackwardCall {
         KL_CHECK(a.rows() == 0 || (make_view<half>(output).whole && make_view<half>(grad).whole),
                  "attention_backward: rows of `output` and `grad` must be dense and start on 16 bytes");
         const auto empty_gradient = [&](const Tensor& x) {
-            return sequences > 0 ? empty(x, x.scalar_type(), {x.size(2), x.size(1), x.size(3)}) : empty_dense(x);
+            if (sequences > 0) return empty(x, x.scalar_type(), {x.size(2), x.size(1), x.size(3)});
+            return empty_ordered_like(x, x.size(3));
         };
         grad_query = empty_gradient(query), grad_key = empty_gradient(key), grad_value = empty_gradient(value);
     }
 
     /// Tiles of statistics of a head: packed_tiles, where sequences are packed.
     int64_t query_tiles() const { return sequences > 0 ? a.S_q / QUERY_TILE + sequences : ceil_div(a.S_q, QUERY_TILE); }
-
-    /// A gradient that this call has allocated.
-    template <typename T>
-    Gradient<T> gradient(const Tensor& x) const {
-        const auto sizes = x.sizes();
-        const int64_t columns = sizes[sizes.size() - 1];
-        T* data = static_cast<T*>(x.data_ptr());
-        if (sequences > 0) return {data, columns, sizes[1] * columns};
-        return {data, sizes[2] * columns, columns};
-    }
 
     /// Returns the gradients. Calls f(zero, shape) to launch the kernels, unless there are no summands. `zero` has the
     /// operands' type; `shape` is the first of the shapes into which the head dimensions fit.

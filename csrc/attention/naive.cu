@@ -208,7 +208,7 @@ std::tuple<Tensor, Tensor> attention_naive(const Tensor& query, const Tensor& ke
     const Attention a = prepare_attention(query, key, value, first, last, scale, enable_gqa);
     const Mask mask = make_mask(attn_mask, query, a);
     const Launch launch(query);
-    Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
+    Tensor output = empty_ordered_like(query, a.D_v);
     Tensor lse = empty_like_query(query, ScalarType::Float, 0);
     if (output.numel() == 0) return {output, lse};
     if (a.S_k == 0) attention_fill_negative_infinity(lse, launch.stream);
@@ -230,7 +230,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, 
     check_attention_output(grad, query, a, "grad");
     const float* of_lse = grad_lse_pointer(grad_lse, query, a);
     const Launch launch(query);
-    Tensor grad_query = empty_dense(query), grad_key = empty_dense(key), grad_value = empty_dense(value);
+    Tensor grad_query = empty_ordered_like(query, a.D), grad_key = empty_ordered_like(key, a.D),
+           grad_value = empty_ordered_like(value, a.D_v);
     Tensor lse = empty_like_query(query, ScalarType::Float, 0);
     dispatch(query.scalar_type(), "attention_backward", [&](auto zero) {
         using T = decltype(zero);

@@ -76,8 +76,9 @@ __device__ inline void persistent_producer(const AttentionSmem<S>& smem, const Q
 
 template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS, 1)
-    attention_persistent_kernel(T* output_pointer, float* lse, const __grid_constant__ QkvMaps maps,
-                                const __grid_constant__ Attention a, TileScheduler scheduler) {
+    attention_persistent_kernel(const __grid_constant__ Result<T> outputs, float* lse,
+                                const __grid_constant__ QkvMaps maps, const __grid_constant__ Attention a,
+                                TileScheduler scheduler) {
 #if KL_SM90A
     extern __shared__ unsigned char shared_bytes[];
     const AttentionSmem<S> smem(shared_bytes);
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         float output[S::VALUE_DIM / 2];
         OnlineSoftmaxState<S::KEYS> softmax;
         pingpong_mainloop<T, S>(output, softmax, smem, a, tile, rows, consumer, iteration, begin);
-        store_results<T, S>(output_pointer, lse, a, tile, rows, output, softmax);
+        store_results<T, S>(outputs, lse, a, tile, rows, output, softmax);
         begin += tile.steps;
     }
 #endif

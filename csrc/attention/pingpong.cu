@@ -20,8 +20,8 @@ using Pingpong128 = HopperShape<128, 128, 2, 24, 240>;
 
 template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS, 1)
-    attention_pingpong_kernel(T* output_pointer, float* lse, const __grid_constant__ QkvMaps maps,
-                              const __grid_constant__ Attention a) {
+    attention_pingpong_kernel(const __grid_constant__ Result<T> outputs, float* lse,
+                              const __grid_constant__ QkvMaps maps, const __grid_constant__ Attention a) {
 #if KL_SM90A
     extern __shared__ unsigned char shared_bytes[];
     const AttentionSmem<S> smem(shared_bytes);
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     OnlineSoftmaxState<S::KEYS> softmax;
     init_pingpong_barriers(consumer);
     pingpong_mainloop<T, S>(output, softmax, smem, a, tile, rows, consumer, 0, 0);
-    store_results<T, S>(output_pointer, lse, a, tile, rows, output, softmax);
+    store_results<T, S>(outputs, lse, a, tile, rows, output, softmax);
 #endif
 }
 

@@ -43,8 +43,9 @@ __device__ inline void clear_rows(uint32_t values, int first) {
 
 template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS, 1)
-    attention_varlen_pingpong_kernel(T* output_pointer, float* lse, const __grid_constant__ QkvMaps maps,
-                                     const __grid_constant__ Attention all, const __grid_constant__ Packed packed) {
+    attention_varlen_pingpong_kernel(const __grid_constant__ Result<T> outputs, float* lse,
+                                     const __grid_constant__ QkvMaps maps, const __grid_constant__ Attention all,
+                                     const __grid_constant__ Packed packed) {
 #if KL_SM90A
     const unsigned tiles = (packed.most_q + S::QUERIES - 1) / S::QUERIES, outer = blockIdx.x / tiles;
     const unsigned head = outer % all.heads;
@@ -75,9 +76,8 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     OnlineSoftmaxState<S::KEYS> softmax;
     init_pingpong_barriers(consumer);
     pingpong_mainloop<T, S>(output, softmax, smem, a, tile, rows, consumer, 0, 0);
-    const int64_t stride = int64_t{a.heads} * a.D_v;  // from query to query
-    store_results<T, S>(output_pointer + sequence.query_row * stride + head * a.D_v, stride,
-                        lse + sequence.first_row(head), a, rows, output, softmax);
+    store_results<T, S>(outputs.at(head, a.heads, sequence.query_row), outputs.row, lse + sequence.first_row(head), a,
+                        rows, output, softmax);
 #endif
 }
 

@@ -21,8 +21,8 @@ using Specialized128 = HopperShape<128, 128, 2, 24, 240>;
 
 template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS, 1)
-    attention_warp_specialized_kernel(T* output_pointer, float* lse, const __grid_constant__ QkvMaps maps,
-                                      const __grid_constant__ Attention a) {
+    attention_warp_specialized_kernel(const __grid_constant__ Result<T> outputs, float* lse,
+                                      const __grid_constant__ QkvMaps maps, const __grid_constant__ Attention a) {
 #if KL_SM90A
     extern __shared__ unsigned char shared_bytes[];
     const AttentionSmem<S> smem(shared_bytes);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         wgmma_pin(output);
         release_stage(smem.value_empty(i));
     }
-    store_results<T, S>(output_pointer, lse, a, tile, rows, output, softmax);
+    store_results<T, S>(outputs, lse, a, tile, rows, output, softmax);
 #endif
 }
 

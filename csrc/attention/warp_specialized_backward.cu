@@ -238,8 +238,8 @@ __global__ void __launch_bounds__(PREPROCESS_THREADS)
 
 template <typename T, typename S, typename Sequences>
 __global__ void __launch_bounds__(S::THREADS, 1)
-    attention_backward_warp_specialized_kernel(const __grid_constant__ Gradient<T> grad_key,
-                                               const __grid_constant__ Gradient<T> grad_value,
+    attention_backward_warp_specialized_kernel(const __grid_constant__ Result<T> grad_key,
+                                               const __grid_constant__ Result<T> grad_value,
                                                const __grid_constant__ QueryGradients dq, const float* stats,
                                                const __grid_constant__ BackwardMaps maps,
                                                const __grid_constant__ Attention all,
@@ -319,8 +319,10 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         wgmma_pin(acc_key);
     }
     const int row = block.key_row + k0;
-    store_gradient<T, S::HEAD_DIM>(grad_key.at(block.outer, row), grad_key.row, a.D, a.S_k - k0, acc_key, a.scale);
-    store_gradient<T, S::HEAD_DIM>(grad_value.at(block.outer, row), grad_value.row, a.D_v, a.S_k - k0, acc_value, 1.0f);
+    store_gradient<T, S::HEAD_DIM>(grad_key.at(block.outer, a.heads_kv, row), grad_key.row, a.D, a.S_k - k0, acc_key,
+                                   a.scale);
+    store_gradient<T, S::HEAD_DIM>(grad_value.at(block.outer, a.heads_kv, row), grad_value.row, a.D_v, a.S_k - k0,
+                                   acc_value, 1.0f);
 #endif
 }
 
@@ -328,7 +330,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 /// Nothing was written there where the queries see no key.
 template <typename T, typename S, typename Sequences>
 __global__ void __launch_bounds__(WARPGROUP)
-    attention_backward_warp_specialized_convert_kernel(const __grid_constant__ Gradient<T> grad_query,
+    attention_backward_warp_specialized_convert_kernel(const __grid_constant__ Result<T> grad_query,
                                                        const float* accumulator, const __grid_constant__ Attention all,
                                                        const __grid_constant__ Sequences sequences) {
 #if KL_SM90A
@@ -345,8 +347,8 @@ __global__ void __launch_bounds__(WARPGROUP)
         const float4 x = written ? own[j * WARPGROUP] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         acc[4 * j] = x.x, acc[4 * j + 1] = x.y, acc[4 * j + 2] = x.z, acc[4 * j + 3] = x.w;
     }
-    store_gradient<T, S::HEAD_DIM>(grad_query.at(block.outer, block.query_row + q0), grad_query.row, a.D, a.S_q - q0,
-                                   acc, a.scale);
+    store_gradient<T, S::HEAD_DIM>(grad_query.at(block.outer, a.heads, block.query_row + q0), grad_query.row, a.D,
+                                   a.S_q - q0, acc, a.scale);
 #endif
 }
 
@@ -370,12 +372,12 @@ void run_backward(BackwardCall& call, bool deterministic, const Sequences& seque
     }
     run_preprocess<T>(attention_backward_warp_specialized_preprocess_kernel<T, Sequences>, call, sequences,
                       dq.accumulator, deterministic ? 0 : S::DQ_ELEMENTS);
-    const auto grad_key = call.gradient<T>(call.grad_key), grad_value = call.gradient<T>(call.grad_value);
+    const auto grad_key = Result<T>(call.grad_key), grad_value = Result<T>(call.grad_value);
     attention_backward_warp_specialized_kernel<T, S, Sequences><<<key_grid, S::THREADS, S::SHARED, launch.stream>>>(
         grad_key, grad_value, dq, call.stats_pointer(), maps, a, sequences);
     KL_LAUNCH_CHECK();
     attention_backward_warp_specialized_convert_kernel<T, S, Sequences>
-        <<<query_grid, WARPGROUP, 0, launch.stream>>>(call.gradient<T>(call.grad_query), dq.accumulator, a, sequences);
+        <<<query_grid, WARPGROUP, 0, launch.stream>>>(Result<T>(call.grad_query), dq.accumulator, a, sequences);
     KL_LAUNCH_CHECK();
 }
 

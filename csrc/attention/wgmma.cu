@@ -21,7 +21,7 @@ using Wgmma128 = HopperShape<128, 64, 1>;
 
 template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS, 2)
-    attention_wgmma_kernel(T* output_pointer, float* lse, const __grid_constant__ QkvMaps maps,
+    attention_wgmma_kernel(const __grid_constant__ Result<T> outputs, float* lse, const __grid_constant__ QkvMaps maps,
                            const __grid_constant__ Attention a) {
 #if KL_SM90A
     extern __shared__ unsigned char shared_bytes[];
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
         wgmma_wait<0>();
         wgmma_pin(output);
     }
-    store_results<T, S>(output_pointer, lse, a, tile, rows, output, softmax);
+    store_results<T, S>(outputs, lse, a, tile, rows, output, softmax);
 #endif
 }
 

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(PREPROCESS_THREADS)
 /// dQ of 64 queries. Statistics of a thread's two rows stay in registers.
 template <typename T, typename S>
 __global__ void __launch_bounds__(WARPGROUP, S::BLOCKS)
-    attention_backward_wgmma_query_kernel(const __grid_constant__ Gradient<T> grad_query, const float* stats,
+    attention_backward_wgmma_query_kernel(const __grid_constant__ Result<T> grad_query, const float* stats,
                                           const __grid_constant__ BackwardMaps maps,
                                           const __grid_constant__ Attention a) {
 #if KL_SM90A
@@ -114,16 +114,16 @@ __global__ void __launch_bounds__(WARPGROUP, S::BLOCKS)
         wgmma_wait<0>();
         wgmma_pin(acc);
     }
-    store_gradient<T, S::HEAD_DIM>(grad_query.at(tile.outer, tile.q0), grad_query.row, a.D, a.S_q - tile.q0, acc,
-                                   a.scale);
+    store_gradient<T, S::HEAD_DIM>(grad_query.at(tile.outer, a.heads, tile.q0), grad_query.row, a.D, a.S_q - tile.q0,
+                                   acc, a.scale);
 #endif
 }
 
 /// dK and dV of 64 keys, over the queries of all heads that share them.
 template <typename T, typename S>
 __global__ void __launch_bounds__(WARPGROUP, S::BLOCKS)
-    attention_backward_wgmma_key_kernel(const __grid_constant__ Gradient<T> grad_key,
-                                        const __grid_constant__ Gradient<T> grad_value, const float* stats,
+    attention_backward_wgmma_key_kernel(const __grid_constant__ Result<T> grad_key,
+                                        const __grid_constant__ Result<T> grad_value, const float* stats,
                                         const __grid_constant__ BackwardMaps maps,
                                         const __grid_constant__ Attention a) {
 #if KL_SM90A
@@ -176,10 +176,11 @@ __global__ void __launch_bounds__(WARPGROUP, S::BLOCKS)
         wgmma_pin(acc_value);
         wgmma_pin(acc_key);
     }
-    const int64_t outer = int64_t{tile.batch} * a.heads_kv + tile.head_kv;
-    store_gradient<T, S::HEAD_DIM>(grad_key.at(outer, tile.k0), grad_key.row, a.D, a.S_k - tile.k0, acc_key, a.scale);
-    store_gradient<T, S::HEAD_DIM>(grad_value.at(outer, tile.k0), grad_value.row, a.D_v, a.S_k - tile.k0, acc_value,
-                                   1.0f);
+    const unsigned outer = tile.batch * a.heads_kv + tile.head_kv;
+    store_gradient<T, S::HEAD_DIM>(grad_key.at(outer, a.heads_kv, tile.k0), grad_key.row, a.D, a.S_k - tile.k0, acc_key,
+                                   a.scale);
+    store_gradient<T, S::HEAD_DIM>(grad_value.at(outer, a.heads_kv, tile.k0), grad_value.row, a.D_v, a.S_k - tile.k0,
+                                   acc_value, 1.0f);
 #endif
 }
 
@@ -211,8 +212,8 @@ void run_backward(BackwardCall& call) {
     call.prepare<of_key>(S::SHARED);
     const BackwardMaps maps = call.maps(S::ROWS, S::ROWS);
     run_preprocess<T>(attention_backward_wgmma_preprocess_kernel<T>, call);
-    const auto grad_query = call.gradient<T>(call.grad_query);
-    const auto grad_key = call.gradient<T>(call.grad_key), grad_value = call.gradient<T>(call.grad_value);
+    const auto grad_query = Result<T>(call.grad_query);
+    const auto grad_key = Result<T>(call.grad_key), grad_value = Result<T>(call.grad_value);
     const auto query_grid = grid_size(a.batches * a.heads * call.query_tiles());
     of_query<<<query_grid, S::THREADS, S::SHARED, launch.stream>>>(grad_query, call.stats_pointer(), maps, a);
     KL_LAUNCH_CHECK();

@@ -129,7 +129,7 @@ __device__ inline void walk(const WideSmem<S>& smem, int steps, float (&product)
 
 /// A warpgroup's part of dQ of 64 queries: columns from `panel` on.
 template <typename T, typename S, int COLUMNS, bool HAS_WEIGHTS>
-__device__ inline void wide_query_columns(const Gradient<T>& grad_query, const WideSmem<S>& smem, const float* of_tile,
+__device__ inline void wide_query_columns(const Result<T>& grad_query, const WideSmem<S>& smem, const float* of_tile,
                                           const QueryTile<HopperShape<S::HEAD_DIM, 64, 1>>& tile, const Attention& a,
                                           int panel) {
     constexpr int SUMMANDS = HAS_WEIGHTS ? S::HEAD_DIM : S::VALUE_DIM;  // of a score, or of an element of dP
@@ -175,8 +175,8 @@ __device__ inline void wide_query_columns(const Gradient<T>& grad_query, const W
         [&](int stage) {
             gemm_columns<T, COLUMNS>(acc, operand, smem.streamed(stage) + panel * S::PANEL_BYTES, S::PANEL_BYTES);
         });
-    store_gradient<T, COLUMNS>(grad_query.at(tile.outer, tile.q0) + first_column, grad_query.row, a.D - first_column,
-                               a.S_q - tile.q0, acc, a.scale);
+    store_gradient<T, COLUMNS>(grad_query.at(tile.outer, a.heads, tile.q0) + first_column, grad_query.row,
+                               a.D - first_column, a.S_q - tile.q0, acc, a.scale);
 }
 
 #endif
@@ -184,7 +184,7 @@ __device__ inline void wide_query_columns(const Gradient<T>& grad_query, const W
 /// dQ of 64 queries.
 template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS, 1)
-    attention_backward_wgmma_wide_query_kernel(const __grid_constant__ Gradient<T> grad_query, const float* stats,
+    attention_backward_wgmma_wide_query_kernel(const __grid_constant__ Result<T> grad_query, const float* stats,
                                                const __grid_constant__ BackwardMaps maps,
                                                const __grid_constant__ Attention a) {
 #if KL_SM90A
@@ -219,8 +219,8 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 /// dK and dV of 64 keys, over the queries of all heads that share them.
 template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS, 1)
-    attention_backward_wgmma_wide_key_kernel(const __grid_constant__ Gradient<T> grad_key,
-                                             const __grid_constant__ Gradient<T> grad_value, const float* stats,
+    attention_backward_wgmma_wide_key_kernel(const __grid_constant__ Result<T> grad_key,
+                                             const __grid_constant__ Result<T> grad_value, const float* stats,
                                              const __grid_constant__ BackwardMaps maps,
                                              const __grid_constant__ Attention a) {
 #if KL_SM90A
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     }
 
     registers_increase<S::CONSUMER_REGISTERS>();
-    const int64_t outer = int64_t{tile.batch} * a.heads_kv + tile.head_kv;
+    const unsigned outer = tile.batch * a.heads_kv + tile.head_kv;
     const float scale = a.scale * LOG2E;
     float product[32];
     uint32_t operand[4][4];
@@ -269,8 +269,8 @@ __global__ void __launch_bounds__(S::THREADS, 1)
             [&](int stage) {
                 gemm_columns<T, S::VALUE_DIM>(acc, operand, smem.streamed_other(stage), S::PANEL_BYTES);
             });
-        store_gradient<T, S::VALUE_DIM>(grad_value.at(outer, tile.k0), grad_value.row, a.D_v, a.S_k - tile.k0, acc,
-                                        1.0f);
+        store_gradient<T, S::VALUE_DIM>(grad_value.at(outer, a.heads_kv, tile.k0), grad_value.row, a.D_v,
+                                        a.S_k - tile.k0, acc, 1.0f);
     } else {
         float acc[S::HEAD_DIM / 2] = {};
         walk(
@@ -288,7 +288,8 @@ __global__ void __launch_bounds__(S::THREADS, 1)
                 round_weights<T, 64>(operand, product);
             },
             [&](int stage) { gemm_columns<T, S::HEAD_DIM>(acc, operand, smem.streamed(stage), S::PANEL_BYTES); });
-        store_gradient<T, S::HEAD_DIM>(grad_key.at(outer, tile.k0), grad_key.row, a.D, a.S_k - tile.k0, acc, a.scale);
+        store_gradient<T, S::HEAD_DIM>(grad_key.at(outer, a.heads_kv, tile.k0), grad_key.row, a.D, a.S_k - tile.k0, acc,
+                                       a.scale);
     }
 #endif
 }

@@ -97,16 +97,50 @@ def test_the_gradient_of_the_output_is_copied_where_tma_cannot_read_it():
     assert attention._read_by_kernels("flash", expanded) is expanded
 
 
-def test_an_output_of_other_strides_is_copied_for_the_backward():
+def test_an_output_whose_rows_are_not_dense_is_copied_for_the_backward():
     output = torch.randn(2, 4, 100, 64, dtype=torch.bfloat16)
-    saved = (None, None, None, output.transpose(1, 2), "lse", None)
-    assert attention._with_dense_output("flash", saved) is saved
+    saved = (None, None, None, output.transpose(2, 3), "lse", None)
+    assert attention._with_readable_output("flash", saved) is saved
     for name in attention.HOPPER_BACKWARD:
-        assert attention._with_dense_output(name, (None, None, None, output, "lse"))[3] is output
-        found = attention._with_dense_output(name, saved)
+        for readable in (output, output.transpose(1, 2)):
+            assert attention._with_readable_output(name, (None, None, None, readable, "lse"))[3] is readable
+        found = attention._with_readable_output(name, saved)
         assert found[3].is_contiguous()
         assert torch.equal(found[3], saved[3])
         assert found[4:] == saved[4:]
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "expected"),
+    [
+        ((2, 4, 100, 64), (0, 1, 2, 3), (12800, 3200, 32, 1)),
+        ((2, 100, 4, 64), (0, 2, 1, 3), (12800, 32, 128, 1)),  # heads lie inside rows, as those of a layer's product
+        ((2, 100, 1, 64), (0, 2, 1, 3), (3200, 3200, 32, 1)),
+        ((100, 4, 64), (1, 0, 2), (32, 128, 1)),
+        ((2, 3, 100, 4, 64), (0, 1, 3, 2, 4), (38400, 12800, 32, 128, 1)),
+        ((100, 2, 4, 64), (1, 2, 0, 3), (12800, 32, 128, 1)),
+    ],
+)
+def test_results_are_ordered_as_the_operand(shape, order, expected):
+    assert attention.ordered_like(torch.empty(shape).permute(order), 32).stride() == expected
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["cuda.naive", "cuda.flash", *ALL, "triton.flash"])
+def test_results_of_a_layer_are_read_by_the_next_without_a_copy(name, compiled):
+    inputs = [x.cuda().normal_().requires_grad_() for x in operands(layout="bshd")]
+    skip_unless_it_runs(step(name), tuple(inputs))
+
+    def run(*x: torch.Tensor) -> torch.Tensor:
+        return kernel_ladder.attention(*x, is_causal=True, backend=name)
+
+    output = (torch.compile(run) if compiled else run)(*inputs)
+    assert output.stride() == inputs[0].stride()
+    grads = torch.autograd.grad(output, inputs, torch.randn_like(output))
+    assert [x.stride() for x in grads] == [x.stride() for x in inputs]
+    expected = kernel_ladder.attention(*inputs, is_causal=True, backend="torch.builtin")
+    torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02)
 
 
 def test_the_default_is_the_last_step():

@@ -73,6 +73,7 @@ def emulated(monkeypatch) -> dict[str, EveryConfiguration]:
     monkeypatch.setattr(backward, "_launches", LaunchCache())
     monkeypatch.setattr(specialized_backward, "launch_delta", delta_in_pytorch)
     monkeypatch.setattr(specialized_backward, "LONG", 0)
+    monkeypatch.setattr(specialized_backward, "SEEN", 0)
     made = {"forward": EveryConfiguration(2), "keys": EveryConfiguration(2), "queries": EveryConfiguration(1)}
     monkeypatch.setattr(warp_specialized, "_autotuner", made["forward"])
     monkeypatch.setattr(specialized_keys, "_autotuner", made["keys"])
@@ -165,6 +166,7 @@ LARGE = {
 @pytest.mark.parametrize("sample", [*SAMPLES, *LARGE])
 def test_the_kernels_of_gradients_agree_on_a_gpu(sample, dtype, monkeypatch):
     monkeypatch.setattr(specialized_backward, "LONG", 0)
+    monkeypatch.setattr(specialized_backward, "SEEN", 0)
     variant = rung("warp_specialized")
     case = (SAMPLES | LARGE)[sample].case()
     inputs = make_inputs(case, dtype, "cuda")
@@ -219,11 +221,19 @@ def test_the_gradient_of_the_log_sum_exp_counts(emulated):
 
 
 @pytest.mark.parametrize(
-    ("dims", "keys", "others"), [((192, 128), 4096, True), ((64, 64), 2047, True), ((64, 64), 2048, False)]
+    ("dims", "keys", "window", "others"),
+    [
+        ((192, 128), 4096, (-1, -1), True),
+        ((64, 64), 2047, (-1, -1), True),
+        ((64, 64), 2048, (-1, -1), False),
+        ((64, 64), 2048, (1023, 0), False),
+        ((64, 64), 2048, (1021, 0), True),
+    ],
 )
-def test_wide_heads_and_few_keys_have_the_kernels_of_flash(dims, keys, others, emulated, monkeypatch):
+def test_wide_heads_and_few_keys_have_the_kernels_of_flash(dims, keys, window, others, emulated, monkeypatch):
     monkeypatch.setattr(specialized_backward, "LONG", 2**17)
-    case = Sample((1, 1), (1, keys), dims).case()
+    monkeypatch.setattr(specialized_backward, "SEEN", 2**16)
+    case = Sample((1, 1), (1, keys), dims, window_size=window).case()
     taken = []
     monkeypatch.setattr(backward, "attention_backward", lambda *arguments: taken.append(arguments) or (None,) * 3)
     output = differentiated()(*as_leaves(make_inputs(case, torch.bfloat16, "cpu")), **case.options)
