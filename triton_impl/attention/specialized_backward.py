@@ -32,7 +32,7 @@ WIDEST = 128
 #: share an SM: with a causal mask 1.18 times as fast at 2048 keys by 128, 1.04 at 2048 by 64, and 0.98 and 0.90 at 512
 #: keys (H200).
 LONG = 2**17
-#: The same of the keys that a query sees through a window: 1.05 times as fast at 513 keys by 128, 1.08 at 1024 by 64, and
+#: The same of the keys that a query sees through a window: 1.05 times as fast at 513 keys by 128, 1.08 at 1024 by 64,
 #: 0.93 at 256 by 128.
 SEEN = 2**16
 
