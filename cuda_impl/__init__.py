@@ -61,15 +61,16 @@ def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
 def fake_like(x: torch.Tensor) -> torch.Tensor:
     """A fake tensor with the layout that the operators allocate (DenseLike in ``csrc/core/layout.cpp``).
 
-    It has the strides of `x` if `x` is dense in some order of its dimensions, else row-major strides. There
-    ``torch.empty_like`` would keep the order of the dimensions.
+    It is dense, in the order that the dimensions of `x` have in memory; of an expanded `x`, row by row.
     """
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
-        if stride != expected:
-            return x.new_empty(x.shape)
-        expected *= size
-    return torch.empty_like(x)
+    strides = x.stride()
+    if x.is_contiguous() or any(size != 1 and stride == 0 for size, stride in zip(x.shape, strides, strict=True)):
+        return x.new_empty(x.shape)
+    dense, step = [0] * x.dim(), 1
+    for d in sorted(range(x.dim()), key=lambda d: (strides[d], -d)):  # innermost first
+        dense[d] = step
+        step *= max(x.shape[d], 1)
+    return x.new_empty_strided(x.shape, dense)
 
 
 @gpu.cached

@@ -27,15 +27,9 @@ DenseLike::DenseLike(const Tensor& input) {
         auto by_stride = order;
         std::stable_sort(by_stride.begin(), by_stride.end(),
                          [&](int64_t a, int64_t b) { return input.stride(a) > input.stride(b); });
-        int64_t expected = 1;
-        bool dense = true;
-        for (size_t i = by_stride.size(); i-- > 0;) {
-            const int64_t d = by_stride[i];
-            if (input.size(d) == 1) continue;
-            dense = dense && input.stride(d) == expected;
-            expected *= input.size(d);
-        }
-        if (dense) order = by_stride;
+        const bool expanded = std::any_of(order.begin(), order.end(),
+                                          [&](int64_t d) { return input.size(d) > 1 && input.stride(d) == 0; });
+        if (!expanded) order = by_stride;
     }
     strides.resize(dim);
     int64_t stride = 1;

@@ -35,7 +35,8 @@ struct Strided {
 Strided collapse(const int64_t* sizes, const int64_t* strides, int64_t dim, const char* op);
 
 /// Layout of a new tensor like `input`: the order of its dimensions, by descending stride, and its strides. It keeps the
-/// memory order of a dense input, as torch.empty_like does.
+/// memory order of the input, as torch.empty_like does, also where the input is a part of a tensor: the heads of a product
+/// that holds queries, keys and values. The order of an expanded input says nothing, and row-major order takes its place.
 struct DenseLike {
     std::vector<int64_t> order;    // dimensions, outermost in memory first
     std::vector<int64_t> sizes;    // in that order
