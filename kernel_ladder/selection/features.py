@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_ladder.semantics.cross_entropy import class_dim
-from kernel_ladder.semantics.masks import NO_WINDOW
+from kernel_ladder.semantics.masks import NO_WINDOW, keys_of_window
 from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape
 from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.semantics.reduction import reduced_dims
@@ -121,7 +121,9 @@ def _attention(inputs: Inputs, options: Options) -> Features:
     assert value is not None
     mask = "mask" if len(inputs) > 3 and inputs[3] is not None else "no mask"
     words = [_bits(query), _seen(options), mask, _heads(query.shape[-3], key.shape[-3])]
-    sizes = (_product(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1])
+    keys, seen = concrete(key.shape[-2]), keys_of_window(options)  # through a window, a call's length says little
+    keys = keys if seen is None else min(keys, seen)
+    sizes = (_product(query.shape[:-2]), query.shape[-2], keys, query.shape[-1], value.shape[-1])
     return Features(", ".join(words), _sizes(*sizes))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,13 @@ def band(is_causal: bool | str, window_size: Sequence[int], seqlen_q: int, seqle
     if first <= 1 - seqlen_q:
         first = -seqlen_q
     return min(first, seqlen_k), max(last, -seqlen_q)
+
+
+def keys_of_window(options: Mapping[str, Any]) -> int | None:
+    """The keys that a query far from both ends sees through a window; None where a side of it has no limit."""
+    left, right = options.get("window_size") or NO_WINDOW
+    right = 0 if options.get("is_causal") else right
+    return None if min(left, right) < 0 else left + right + 1
 
 
 def hides_nothing(first: int, last: int, seqlen_q: int, seqlen_k: int) -> bool:

@@ -10,7 +10,8 @@ import torch
 import kernel_ladder
 from kernel_ladder import UnsupportedError, selection, table
 from kernel_ladder.__main__ import main
-from kernel_ladder.selection.attention import backward_on_hopper, packed_backward_on_hopper
+from kernel_ladder.selection.attention import backward_on_hopper, packed_backward_on_hopper, prefer_tma
+from kernel_ladder.selection.features import FEATURES
 from kernel_ladder.selection.orders import ORDERS
 from kernel_ladder.selection.rules import RULES
 
@@ -148,3 +149,24 @@ def test_whose_backward_pass_attention_has_on_hopper(head_dim, keys, step):
 )
 def test_whose_backward_pass_packed_sequences_have_on_hopper(head_dim, rows, sequences, step):
     assert packed_backward_on_hopper(head_dim, rows, sequences) == step
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "narrow"),
+    [
+        ({}, 4096, False),
+        ({"window_size": None}, 4096, False),
+        ({"window_size": (255, -1)}, 4096, False),
+        ({"window_size": (-1, 0)}, 4096, False),
+        ({"window_size": (255, -1), "is_causal": True}, 256, True),
+        ({"window_size": (255, 255), "is_causal": "lower_right"}, 256, True),
+        ({"window_size": (128, 127)}, 256, True),
+        ({"window_size": (256, 0)}, 257, False),
+        ({"window_size": (8191, 0)}, 4096, False),
+    ],
+)
+def test_a_window_counts_by_the_keys_that_a_query_sees(options, keys, narrow):
+    inputs = tuple(torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    assert prefer_tma(inputs, options) == (("triton.tma",) if narrow else ())
+    if options.get("window_size", (-1, -1)) is not None:
+        assert FEATURES["attention"](inputs, options).sizes == (16, 4096, keys, 128, 128)
