@@ -308,6 +308,22 @@ bool aligned_alike(const Rows& a, const void* of_a, const Rows& b, const void* o
     return same;
 }
 
+/// Checks the losses of rows, or their gradients.
+void check_losses(const Tensor& losses, const Tensor& logits, const Tensor& target, const char* op, const char* name) {
+    KL_CHECK(losses.is_cuda() && losses.get_device_index() == logits.get_device_index(), op, ": argument `", name,
+             "` must be on the device of the logits");
+    KL_CHECK(losses.scalar_type() == ScalarType::Float || losses.scalar_type() == logits.scalar_type(), op,
+             ": argument `", name, "` must have dtype float32 or that of the logits");
+    check_same_shape(losses, target, op, name);
+}
+
+/// Calls f(T{}, Loss{}) with the types of logits and of their losses.
+template <typename F>
+void dispatch_losses(const Tensor& logits, const Tensor& losses, const char* op, F&& f) {
+    dispatch(logits.scalar_type(), op,
+             [&](auto zero) { losses.scalar_type() == ScalarType::Float ? f(zero, float{}) : f(zero, zero); });
+}
+
 int64_t class_dim(const Tensor& input) { return input.dim() > 1 ? 1 : 0; }
 
 /// ROW_VECTORS of a row at once per thread; several rows per block where they are short.
@@ -320,7 +336,7 @@ RowLaunch entropy_launch(int64_t chunks) {
 
 std::tuple<Tensor, Tensor, Tensor> cross_entropy_online(const Tensor& input, const Tensor& target,
                                                         const std::string& reduction, int64_t ignore_index,
-                                                        double label_smoothing, double z_loss) {
+                                                        double label_smoothing, double z_loss, bool wide_loss) {
     const char* const op = "cross_entropy";
     check_cuda(input, op, "input");
     const Launch launch(input);
@@ -329,11 +345,12 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_online(const Tensor& input, con
     const bool reduced = reduction != "none", dense = entropy.in_rows.stride == 1;
     std::vector<int64_t> shape;
     if (!reduced) shape = layout.sizes;
-    Tensor output = empty(input, input.scalar_type(), shape);
+    Tensor output = empty(input, wide_loss ? ScalarType::Float : input.scalar_type(), shape);
     Tensor stats = empty(input, ScalarType::Float, {2 * entropy.rows});
     Tensor count = empty(input, ScalarType::Float, {entropy.mean ? int64_t{1} : int64_t{0}});
-    dispatch(input.scalar_type(), op, [&](auto zero) {
+    dispatch_losses(input, output, op, [&](auto zero, auto loss) {
         using T = decltype(zero);
+        using Loss = decltype(loss);
         const RowLaunch shape = entropy_launch(layout.chunks<T>());
         const unsigned grid = shape.grid(entropy.rows);
         const auto run = [&](auto* results) {
@@ -347,10 +364,10 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_online(const Tensor& input, con
                 with_constant(dense, [&](auto is_dense) { launch_kernel(smoothed, is_dense); });
             });
         };
-        if (!reduced) return run(pointer<T>(output));
+        if (!reduced) return run(pointer<Loss>(output));
         const Tensor results = empty(input, ScalarType::Float, {2 * int64_t{grid}});
         run(pointer<Pair>(results));
-        launch_pdl(cross_entropy_online_sum_kernel<T>, 1, ENTROPY_SUM_THREADS, launch, pointer<T>(output),
+        launch_pdl(cross_entropy_online_sum_kernel<Loss>, 1, ENTROPY_SUM_THREADS, launch, pointer<Loss>(output),
                    pointer<float>(count), pointer<const Pair>(results), static_cast<int>(grid), entropy.mean);
     });
     KL_LAUNCH_CHECK();
@@ -362,8 +379,7 @@ Tensor cross_entropy_backward_online(const Tensor& grad, const Tensor& input, co
                                      double label_smoothing, double z_loss) {
     const char* const op = "cross_entropy_backward";
     check_cuda(input, op, "input");
-    check_like(grad, input, op, "grad");
-    check_same_shape(grad, target, op, "grad");
+    check_losses(grad, input, target, op, "grad");
     const Launch launch(input);
     const RowLayout layout(input, class_dim(input), op, true);
     Entropy entropy = describe(input, target, layout, reduction, ignore_index, label_smoothing, z_loss, op);
@@ -377,17 +393,18 @@ Tensor cross_entropy_backward_online(const Tensor& grad, const Tensor& input, co
     if (input.numel() == 0) return grad_input;
     entropy.out_rows = layout.rows(grad_input, op);
     entropy.grads = collapse(grad.sizes().data(), grad.strides().data(), grad.dim(), op);
-    dispatch(input.scalar_type(), op, [&](auto zero) {
+    dispatch_losses(input, grad, op, [&](auto zero, auto of_grad) {
         using T = decltype(zero);
+        using Grad = decltype(of_grad);
         const bool dense =
             aligned_alike<T>(entropy.in_rows, pointer<const T>(input), entropy.out_rows, pointer<T>(grad_input));
         const RowLaunch shape = entropy_launch(layout.chunks<T>());
         const int64_t of_block = int64_t{shape.threads} * ROW_VECTORS;
         const int64_t blocks_a_row = ceil_div(layout.chunks<T>(), of_block);
         with_constant(dense, [&](auto is_dense) {
-            launch_rows(cross_entropy_backward_online_kernel<T, is_dense()>, shape,
+            launch_rows(cross_entropy_backward_online_kernel<T, is_dense(), Grad>, shape,
                         grid_size(ceil_div(entropy.rows, shape.rows) * blocks_a_row), 0, launch, pointer<T>(grad_input),
-                        pointer<const T>(grad), pointer<const T>(input), pointer<const int64_t>(target),
+                        pointer<const Grad>(grad), pointer<const T>(input), pointer<const int64_t>(target),
                         pointer<const float>(stats), pointer<const float>(count), grid_size(blocks_a_row), entropy);
         });
     });
@@ -407,22 +424,6 @@ Entropy describe_chunk(const Tensor& logits, const Tensor& target, const Tensor&
                  stats.scalar_type() == ScalarType::Float && stats.numel() == 2 * entropy.rows,
              op, ": argument `stats` must be two float32 numbers for each row");
     return entropy;
-}
-
-/// Checks the losses of a chunk's rows, or their gradients.
-void check_losses(const Tensor& losses, const Tensor& logits, const Tensor& target, const char* op, const char* name) {
-    KL_CHECK(losses.is_cuda() && losses.get_device_index() == logits.get_device_index(), op, ": argument `", name,
-             "` must be on the device of `logits`");
-    KL_CHECK(losses.scalar_type() == ScalarType::Float || losses.scalar_type() == logits.scalar_type(), op,
-             ": argument `", name, "` must have dtype float32 or that of `logits`");
-    check_same_shape(losses, target, op, name);
-}
-
-/// Calls f(T{}, Loss{}) with the types of logits and of their losses.
-template <typename F>
-void dispatch_losses(const Tensor& logits, const Tensor& losses, const char* op, F&& f) {
-    dispatch(logits.scalar_type(), op,
-             [&](auto zero) { losses.scalar_type() == ScalarType::Float ? f(zero, float{}) : f(zero, zero); });
 }
 
 }  // namespace

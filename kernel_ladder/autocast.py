@@ -41,6 +41,9 @@ _POLICY = {
     "bias_dropout_add_layer_norm": ("aten::layer_norm", FLOAT32),
 }
 
+#: Operations that compute in float32 what they read in 16 bits: their results are float32, and nothing is copied.
+_READS_16_BITS = frozenset(("cross_entropy",))
+
 #: Arguments that an operation adds or multiplies elementwise, by their places; PyTorch promotes these.
 _PROMOTED = {
     "add": (0, 1),
@@ -83,7 +86,7 @@ def converted(op: str, inputs: Inputs) -> Inputs:
     """The arguments of a call as PyTorch's autocast gives them to the operation."""
     device_type = inputs[0].device.type
     kind = policy(op, device_type)
-    if kind is None:
+    if kind is None or op in _READS_16_BITS:
         return inputs
     dtype = torch.float32 if kind is FLOAT32 else torch.get_autocast_dtype(device_type)
 

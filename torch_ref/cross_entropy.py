@@ -31,6 +31,7 @@ def naive(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    wide_loss: bool = False,
 ) -> torch.Tensor:
     """The formula in float32 or wider, one kernel per operator. Rows whose label is no class are not read."""
     x = rows_of(input).to(computation_dtype(input.dtype))
@@ -46,7 +47,8 @@ def naive(
     if z_loss:
         loss = loss + z_loss * (log_sum + row_max).squeeze(-1).square()
     loss = loss.where(is_class, math.nan).where(kept, 0.0)
-    return _reduced(loss, kept, reduction).to(input.dtype)
+    loss = _reduced(loss, kept, reduction)
+    return loss if wide_loss else loss.to(input.dtype)
 
 
 def builtin(
@@ -57,6 +59,7 @@ def builtin(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    wide_loss: bool = False,
 ) -> torch.Tensor:
     """PyTorch's two kernels, and its logsumexp for the z-loss. On a GPU a label that is no class stops the process."""
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
@@ -64,10 +67,11 @@ def builtin(
     no_room = input.dtype is torch.float16 and (
         label_smoothing or (reduction == "mean" and target.numel() > torch.finfo(torch.float16).max)
     )
-    if on_cpu_in_16_bits(input) or no_room:
+    if on_cpu_in_16_bits(input) or no_room or (wide_loss and input.dtype != wide):
         # PyTorch adds up smoothed rows in the input's dtype, on a CPU exponentials and losses too. A mean's gradient is
         # divided by the number of rows in that dtype. float16 has no room.
-        return builtin(input.to(wide), target, **options, z_loss=z_loss).to(input.dtype)
+        loss = builtin(input.to(wide), target, **options, z_loss=z_loss)
+        return loss if wide_loss else loss.to(input.dtype)
     loss = F.cross_entropy(input, target, **options)
     if not z_loss:
         return loss
@@ -84,10 +88,11 @@ def check(
     reduction: str,
     label_smoothing: float,
     z_loss: float,
+    wide_loss: bool = False,
 ) -> None:
     op = "cross_entropy"
     check_tensors(op, input=input)
-    check_options(op, ignore_index, reduction, label_smoothing, z_loss)
+    check_options(op, ignore_index, reduction, label_smoothing, z_loss, wide_loss)
     if input.dim() == 0:
         raise ValueError(f"{op}: argument `input` must have a dimension of classes, got none")
     classes = input.shape[class_dim(input)]
@@ -132,6 +137,8 @@ SAMPLES = [
     _case("inf", (9, 50), values="inf", reduction="none"),
     _case("long", (2, 65537), label_smoothing=0.1, z_loss=1e-4),
     _case("quarter-million", (1, 256_000), reduction="none"),
+    _case("wide", (33, 50), "some_classes", wide_loss=True),
+    _case("wide-rows", (33, 50), "some_classes", reduction="none", wide_loss=True),
 ]
 
 
@@ -155,6 +162,7 @@ ERRORS = [
     _bad("smoothing", ValueError, "from 0 to 1, got 1.5", _X, _Y, label_smoothing=1.5),
     _bad("smoothing-type", TypeError, "must be a number, got str", _X, _Y, label_smoothing="0"),
     _bad("z-loss", ValueError, "`z_loss` must be at least 0 and finite, got -1", _X, _Y, z_loss=-1.0),
+    _bad("wide", TypeError, "`wide_loss` must be a bool, got int", _X, _Y, wide_loss=1),
     _bad("z-loss-nan", ValueError, "`z_loss` must be at least 0 and finite, got nan", _X, _Y, z_loss=math.nan),
 ]
 

@@ -60,9 +60,7 @@ def check(
 ) -> None:
     op = "linear_cross_entropy"
     check_tensors(op, input=input, linear_weight=linear_weight)
-    check_options(op, ignore_index, reduction, label_smoothing, z_loss, " or None")
-    if type(wide_loss) is not bool:
-        raise TypeError(f"{op}: argument `wide_loss` must be a bool, got {type(wide_loss).__name__}")
+    check_options(op, ignore_index, reduction, label_smoothing, z_loss, wide_loss, " or None")
     if input.dim() not in (1, 2):
         raise ValueError(f"{op}: argument `input` must be (K,) or (N, K), got shape {tuple(input.shape)}; flatten rows")
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:

@@ -17,6 +17,7 @@ def formula(
     reduction: str,
     label_smoothing: float,
     z_loss: float,
+    wide_loss: bool = False,
 ) -> Any:
     jnp = jax.numpy
     x = wide(jax, input if input.ndim <= 2 else jnp.moveaxis(input, 1, -1))
@@ -34,7 +35,7 @@ def formula(
     loss = jnp.where(ignored, 0, jnp.where(is_class, loss, jnp.nan))
     if reduction != "none":
         loss = jnp.sum(loss) / (jnp.sum(~ignored) if reduction == "mean" else 1)
-    return loss.astype(input.dtype)
+    return loss if wide_loss else loss.astype(input.dtype)
 
 
 register("cross_entropy", formula)

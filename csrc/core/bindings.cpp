@@ -206,7 +206,7 @@ const std::vector<Schema>& schemas() {
               rope_vectorized),
         KL_OP(
             "cross_entropy.online(Tensor input, Tensor target, str reduction, int ignore_index, float label_smoothing,"
-            " float z_loss) -> (Tensor, Tensor, Tensor)",
+            " float z_loss, bool wide_loss) -> (Tensor, Tensor, Tensor)",
             cross_entropy_online),
         KL_OP("cross_entropy_backward.online(Tensor grad, Tensor input, Tensor target, Tensor stats, Tensor count,"
               " str reduction, int ignore_index, float label_smoothing, float z_loss) -> Tensor",

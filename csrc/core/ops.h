@@ -289,7 +289,7 @@ void rope_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarTyp
 // cross_entropy.cu: forward gives the output, each row's softmax state, and of a mean the number of its rows
 std::tuple<Tensor, Tensor, Tensor> cross_entropy_online(const Tensor& input, const Tensor& target,
                                                         const std::string& reduction, int64_t ignore_index,
-                                                        double label_smoothing, double z_loss);
+                                                        double label_smoothing, double z_loss, bool wide_loss);
 Tensor cross_entropy_backward_online(const Tensor& grad, const Tensor& input, const Tensor& target, const Tensor& stats,
                                      const Tensor& count, const std::string& reduction, int64_t ignore_index,
                                      double label_smoothing, double z_loss);

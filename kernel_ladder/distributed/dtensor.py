@@ -90,7 +90,7 @@ def _mean_of_rows(op: str, inputs: Inputs, options: Options, anew: Callable[...,
     if op == "cross_entropy":
         wide = torch.promote_types(input.dtype, torch.float32)
         total = anew(op, inputs, {**options, "reduction": "none"}).sum(dtype=wide)
-        result_dtype = input.dtype
+        result_dtype = wide if options.get("wide_loss") else input.dtype
     else:
         total = anew(op, inputs, {**options, "reduction": "sum", "wide_loss": True})
         result_dtype = total.dtype if options["wide_loss"] else input.dtype

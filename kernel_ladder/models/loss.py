@@ -2,7 +2,8 @@
 
 Their forward pass is: hidden states, a linear head, logits, ``loss_function(logits, labels)``. In training with labels
 a patched model gives the hidden states and the head's weight to ``linear_cross_entropy`` instead, and its output has no
-logits. Every other call runs the model's own forward pass.
+logits. Every other call runs the model's own forward pass. If that has labels, ``cross_entropy`` reads the logits as
+they are: transformers' own loss copies them to float32 first.
 """
 
 from __future__ import annotations
@@ -28,22 +29,43 @@ ELSE = "between hidden states and loss lies more than one product"
 class CausalLoss(Patched):
     """A causal language model whose loss in training needs no logits; made by :func:`loss_class`."""
 
-    OPS, BY = ("linear_cross_entropy",), "linear_cross_entropy in training with labels, where logits are None"
+    OPS = ("linear_cross_entropy", "cross_entropy")
+    BY = "linear_cross_entropy in training with labels, where logits are None; else cross_entropy"
 
 
 def _loss(self: Any, hidden: torch.Tensor, labels: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """The loss of hidden states that the head has not seen."""
+    weight = self.get_output_embeddings().weight
+    run = functools.partial(ops.linear_cross_entropy, hidden.flatten(0, -2), weight)
+    return _reduced(run, self._backend, hidden, labels, **options)
+
+
+def _loss_of_logits(
+    self: Any, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **options: Any
+) -> torch.Tensor:
+    """What a model's forward pass calls as ``loss_function``."""
+    run = functools.partial(ops.cross_entropy, logits.reshape(-1, vocab_size))
+    return _reduced(run, self._backend, logits, labels, **{name: options[name] for name in LOSS if name in options})
+
+
+def _reduced(
+    run: Any,
+    backend: str | None,
+    predictions: torch.Tensor,
+    labels: torch.Tensor,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The mean over all labels that count, or their sum over ``num_items_in_batch``, in float32."""
-    ignored = options.get("ignore_index", -100)
-    shifted = options.get("shift_labels")
-    if shifted is None:
-        shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:]
-    items = options.get("num_items_in_batch")
-    loss = ops.linear_cross_entropy(
-        hidden.flatten(0, -2), self.get_output_embeddings().weight, shifted.flatten().to(hidden.device),
-        ignore_index=ignored, reduction="mean" if items is None else "sum", wide_loss=True, backend=self._backend,
+    shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+    loss = run(
+        shifted.flatten().to(predictions.device), ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum", wide_loss=True, backend=backend,
     )  # fmt: skip
-    if items is None:
+    if num_items_in_batch is None:
         return loss
+    items = num_items_in_batch
     return loss / (items.to(loss.device) if isinstance(items, torch.Tensor) else items)
 
 
@@ -57,8 +79,14 @@ _classes: dict[type, type] = {}
 def loss_class(base: Any) -> type:
     """The subclass of a model's class that computes its loss by ``linear_cross_entropy``."""
     if base not in _classes:
-        _classes[base] = subclass(CausalLoss, base, forward=_forward_of(base), __reduce_ex__=_reduce)
+        own = property(_loss_function, base.loss_function.fset)
+        _classes[base] = subclass(CausalLoss, base, forward=_forward_of(base), loss_function=own, __reduce_ex__=_reduce)
     return _classes[base]
+
+
+def _loss_function(self: Any) -> Any:
+    """The loss of logits, or one that the user has set since the model was patched."""
+    return self.__dict__.get("_loss_function") or functools.partial(_loss_of_logits, self)
 
 
 def _forward_of(base: Any) -> Any:

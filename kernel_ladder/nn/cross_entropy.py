@@ -46,7 +46,7 @@ class CrossEntropy(HasBackend, torch.nn.CrossEntropyLoss):
         only("CrossEntropy", "size_average", size_average, None, "`reduction` takes its place")
         only("CrossEntropy", "reduce", reduce, None, "`reduction` takes its place")
         ignore_index, label_smoothing, z_loss = as_int(ignore_index), as_number(label_smoothing), as_number(z_loss)
-        check_options("CrossEntropy", ignore_index, reduction, label_smoothing, z_loss)
+        check_options("CrossEntropy", ignore_index, reduction, label_smoothing, z_loss, False)
         super().__init__(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         self.z_loss = z_loss
         self.backend = backend

@@ -21,6 +21,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     *,
     z_loss: float = 0.0,
+    wide_loss: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Negative log-probability that softmax gives to labels, as :func:`torch.nn.functional.cross_entropy`.
@@ -35,6 +36,7 @@ def cross_entropy(
         reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the rows that count; NaN if none does.
         label_smoothing: from 0 to 1, the share of the loss against equal probabilities.
         z_loss: at least 0, the factor of ``logsumexp(row)²``, which is added to each row's loss.
+        wide_loss: True for a loss of float32 beside 16-bit logits, as autocast has it, without a copy of them.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
@@ -56,6 +58,10 @@ def cross_entropy(
                 "`reduction` takes its place"
             )
     options = _loss_options(ignore_index, reduction, label_smoothing, z_loss)
+    if wide_loss is False and autocast.is_on() and autocast.applies_to((input,)):
+        wide_loss = autocast.policy("cross_entropy", input.device.type) is not None
+    if wide_loss is not False:
+        options["wide_loss"] = wide_loss
     return call("cross_entropy", backend, (input, target), options)
 
 

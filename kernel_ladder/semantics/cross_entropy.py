@@ -39,7 +39,13 @@ def rows_of(input: torch.Tensor) -> torch.Tensor:
 
 
 def check_options(
-    op: str, ignore_index: object, reduction: object, label_smoothing: object, z_loss: object, or_none: str = ""
+    op: str,
+    ignore_index: object,
+    reduction: object,
+    label_smoothing: object,
+    z_loss: object,
+    wide_loss: object,
+    or_none: str = "",
 ) -> None:
     """Raise unless the options are ones that a loss takes. `or_none` is what a message adds of `ignore_index`."""
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
@@ -57,6 +63,8 @@ def check_options(
         raise ValueError(f"{op}: argument `label_smoothing` must be from 0 to 1, got {label_smoothing}")
     if not 0 <= z_loss < math.inf:
         raise ValueError(f"{op}: argument `z_loss` must be at least 0 and finite, got {z_loss}")
+    if type(wide_loss) is not bool:
+        raise TypeError(f"{op}: argument `wide_loss` must be a bool, got {type(wide_loss).__name__}")
 
 
 def check_labels(

@@ -274,3 +274,26 @@ def test_nothing_is_converted_where_it_is_off(monkeypatch):
     assert kl.linear(X, SQUARE, backend="torch").dtype is torch.float32
     inside = torch.compile(lambda x: kl.gelu(x, backend="torch"), fullgraph=True, backend="aot_eager")
     assert inside(X).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["torch", "triton", "cuda"])
+def test_a_loss_reads_the_logits_that_autocast_made(level):
+    """PyTorch's own copies them to float32; here they are saved as they are, and the loss is float32 all the same."""
+    skip_unless_available("cross_entropy", level)
+    logits = torch.randn(40, 33, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    labels, results = torch.arange(40, device=DEVICE) % 33, []
+    policy = autocast.policy("cross_entropy", DEVICE.type)
+    for run in (lambda *x: kl.cross_entropy(*x, backend=level), F.cross_entropy):
+        kept = []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x.dtype) or x, lambda x: x),
+            torch.autocast(DEVICE.type, torch.bfloat16),
+        ):
+            loss = run(logits, labels)
+        results.append((loss, *torch.autograd.grad(loss, logits), kept))
+    (found, of_found, kept), (expected, of_expected, _) = results
+    assert found.dtype == expected.dtype == (torch.float32 if policy else torch.bfloat16)
+    torch.testing.assert_close(found, expected, rtol=1e-5 if policy else 0.02, atol=1e-5)
+    torch.testing.assert_close(of_found, of_expected, rtol=0.01, atol=1e-4)
+    if level != "torch":
+        assert torch.bfloat16 in kept

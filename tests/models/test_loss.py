@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from unittest import mock
 
 import pytest
 import torch
 
-from kernel_ladder import models
+from kernel_ladder import models, ops
 from kernel_ladder.errors import UnavailableError
 from kernel_ladder.models import loss as loss_module
 from kernel_ladder.models import patching
@@ -108,6 +109,43 @@ def test_logits_where_they_are_wanted():
         torch.testing.assert_close(patched.eval()(**given).logits, plain.eval()(**given).logits)
         models.patch(patched, backend="torch", report=False, keep_logits=True)
         torch.testing.assert_close(patched.train()(**given).logits, plain.train()(**given).logits)
+
+
+@pytest.mark.parametrize("level", ["torch", "triton", "cuda"])
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 7}], ids=["mean", "items"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_loss_of_logits_reads_them_as_they_are(level, options, compiled):
+    """In evaluation: a loss of float32 from 16-bit logits, and the gradients of a call that wants both."""
+    skip_unless_available("linear_cross_entropy", level)
+    skip_unless_available("cross_entropy", level)
+    torch._dynamo.reset()
+    plain, given = made("llama").eval().bfloat16(), labelled("llama")
+    patched = copy.deepcopy(plain)
+    models.patch(patched, backend=level, report=False)
+    seen = []
+    with mock.patch.object(ops, "cross_entropy", side_effect=ops.cross_entropy) as called:
+        run = torch.compile(patched, backend="aot_eager") if compiled else patched
+        found = run(**given, **options, use_cache=False)
+        seen += [call.args[0].dtype for call in called.call_args_list]
+    assert compiled or seen == [torch.bfloat16]
+    assert found.loss.dtype == torch.float32
+    assert found.logits is not None
+    expected = plain(**given, **options)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=2e-3, atol=2e-3)
+    of_found, of_expected = (
+        torch.autograd.grad(x.loss, m.lm_head.weight)[0] for x, m in ((found, patched), (expected, plain))
+    )
+    torch.testing.assert_close(of_found, of_expected, rtol=0.05, atol=2e-3)
+
+
+def test_a_loss_that_is_set_after_patching_is_used():
+    model = made("llama").eval()
+    models.patch(model, backend="torch", report=False)
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
+    found = model(**labelled("llama"))
+    assert torch.equal(found.loss, found.logits.sum())
+    models.unpatch(model)
+    assert torch.equal(model(**labelled("llama")).loss, found.loss)
 
 
 def test_a_positional_call_and_the_names_of_arguments():

@@ -115,10 +115,12 @@ def launch_sum(
 def passes(launch_forward: Forward, launch_backward: Backward) -> dict[str, Callable[..., Any]]:
     """A rung's ``forward`` and ``backward``."""
 
-    def forward(input: torch.Tensor, target: torch.Tensor, **named: Any) -> tuple[torch.Tensor, tuple]:
+    def forward(
+        input: torch.Tensor, target: torch.Tensor, *, wide_loss: bool = False, **named: Any
+    ) -> tuple[torch.Tensor, tuple]:
         options, n_rows = Options(**named), target.numel()
         result_shape = () if options.reduced else target.shape
-        output = torch.empty(result_shape, dtype=input.dtype, device=input.device)
+        output = torch.empty(result_shape, dtype=torch.float32 if wide_loss else input.dtype, device=input.device)
         # Maximum and sum of each row, and the number of rows that a mean divides by.
         stats = torch.empty(2 * n_rows, dtype=torch.float32, device=input.device)
         count = torch.empty((), dtype=torch.float32, device=input.device)
