@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -21,8 +20,7 @@ from kernel_ladder import autograd, table
 from kernel_ladder.semantics import sinks as of_sinks
 from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW, band, seen
 from kernel_ladder.spec import Case, Inputs, Output, as_leaves
-from kernel_ladder.testing.agreement import Agreement, agreement, standards
-from kernel_ladder.testing.deviation import Deviation
+from kernel_ladder.testing.agreement import agreement, standards
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
 from ..conftest import DEVICE, skip_unless_available
@@ -182,35 +180,9 @@ def with_more(run: Callable[..., Output], mask: torch.Tensor | None, sinks: torc
 
 
 def check(op: str, call: Call, level: str) -> int:
-    """Hold every rung of a level that takes a call; return how many do.
-
-    A bound is twice the naive formula's largest error at the same values, which is small by chance now and then: of
-    60,000 draws of 17 queries by 67 keys, float32 sums in another order missed it once, by 1 %. Ten thousand calls of
-    several rungs hold more results than that. So after a slight miss the call is drawn twice more with other values.
-    """
-    results = held(op, call, level)
-    for name, result in results.items():
-        said = f"{name} {call}: {call.case.shapes} {call.case.options} {call.case.kinds} {call.case.layout}: {result}"
-        assert result.agrees or by_chance(result), said
-    if not all(result.agrees for result in results.values()):
-        for seed in (4, 5):
-            for name, result in held(op, call, level, seed).items():
-                assert result.agrees, f"{name} {call}, drawn anew: {result}"
-    return len(results)
-
-
-def by_chance(result: Agreement) -> bool:
-    """Whether nothing but largest deviations miss, and these by less than a tenth."""
-    return all(
-        d.agrees or (d.reason is None and d.norm_error <= d.norm_bound and d.error < 1.1 * d.bound)
-        for d in result.deviations
-    )
-
-
-def held(op: str, call: Call, level: str, seed: int = 0) -> dict[str, Agreement]:
-    """The agreement of every rung of a level that takes a call, by name."""
+    """Hold every rung of a level that takes a call; return how many do."""
     case, packed = call.case, op == "attention_varlen"
-    inputs = make_inputs(case, call.dtype, DEVICE, seed)
+    inputs = make_inputs(case, call.dtype, DEVICE)
     mask = sinks = None
     if call.additive is not None:
         (mask,) = make_inputs(Case("", (call.additive,)), call.dtype, DEVICE, seed=2)
@@ -222,7 +194,7 @@ def held(op: str, call: Call, level: str, seed: int = 0) -> dict[str, Agreement]
     given = as_leaves(inputs) if mask is None else (*as_leaves(inputs), mask)
     takers = [v for v in table.variants(op, level) if v.unsupported(*given, **asked) is None]
     if not takers or sees_few_keys(call, inputs, mask):
-        return {}
+        return 0
     spec = kernel_ladder.spec(op)
     # Without `parts`, which would compute each head on its own: these cases are small.
     formulas = {"reference": spec.reference, "oracle": spec.oracle, "yardstick": spec.yardstick}
@@ -230,11 +202,13 @@ def held(op: str, call: Call, level: str, seed: int = 0) -> dict[str, Agreement]
     spec = replace(spec, parts=None, **found)
     grad = make_grad(spec, inputs, case.options)
     to = standards(spec, inputs, case.options, grad)
-    results = {}
     for variant in takers:
         run = with_more(lambda *x, variant=variant, **o: autograd.run(variant, x, o), mask, sinks, packed)
-        results[variant.name] = agreement(spec, run, inputs, case.options, grad, to=to)
-    return results
+        result = agreement(spec, run, inputs, case.options, grad, to=to)
+        assert result.agrees, (
+            f"{variant.name} {call}: {case.shapes} {case.options} {case.kinds} {case.layout}: {result}"
+        )
+    return len(takers)
 
 
 DRAWN = {"attention": dense_calls(), "attention_varlen": packed_calls()}
@@ -273,28 +247,3 @@ def test_random_calls(op, level, chunk, request):
 
     draw()
     assert checked > 0, "no rung took any of the calls"
-
-
-def test_a_slight_miss_is_drawn_anew_and_no_other(monkeypatch):
-    def result(error: float, norm_error: float = 0.1) -> Agreement:
-        return Agreement((Deviation("output", error, 1.0, norm_error, 1.0),))
-
-    assert by_chance(result(1.05))
-    assert not by_chance(result(1.2))
-    assert not by_chance(result(1.05, norm_error=1.01))
-    assert not by_chance(Agreement((Deviation("output", 0.1, 1.0, 0.1, 1.0, "a dtype of its own"),)))
-    call, drawn = SimpleNamespace(case=SimpleNamespace(shapes=(), options={}, kinds={}, layout=())), []
-
-    def held_with(others: float):
-        def held(op, call, level, seed=0):
-            drawn.append(seed)
-            return {"cuda.naive": result(others if seed else 1.05)}
-
-        return held
-
-    monkeypatch.setitem(globals(), "held", held_with(0.9))
-    assert check("attention", call, "cuda") == 1
-    assert drawn == [0, 4, 5]
-    monkeypatch.setitem(globals(), "held", held_with(1.05))
-    with pytest.raises(AssertionError, match="drawn anew"):
-        check("attention", call, "cuda")
