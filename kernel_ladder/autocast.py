@@ -18,6 +18,7 @@ import torch
 from torch.compiler import is_compiling
 
 from kernel_ladder.spec import Inputs, each
+from kernel_ladder.table import untraced
 
 #: Whether autocast is on for any device type. Where it is off, a call asks nothing else.
 is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -55,6 +56,7 @@ _PROMOTED = {
 
 
 @functools.cache
+@untraced
 def policy(op: str, device_type: str) -> str | None:
     """What autocast of a device type converts an operation's arguments to: LOWER, FLOAT32, or None for nothing.
 

@@ -277,6 +277,26 @@ def test_nothing_is_converted_where_it_is_off(monkeypatch):
 
 
 @pytest.mark.parametrize("level", ["torch", "triton", "cuda"])
+def test_a_loss_inside_compile(level):
+    """The first call is inside torch.compile: PyTorch's lists are asked while it traces."""
+    skip_unless_available("cross_entropy", level)
+    torch._dynamo.reset()
+    autocast.policy.cache_clear()
+    logits = torch.randn(40, 33, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.arange(40, device=DEVICE) % 33
+
+    def loss(*x):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return kl.cross_entropy(*x, backend=level)
+
+    found = torch.compile(loss, fullgraph=True, backend="aot_eager")(logits, labels)
+    expected = loss(logits, labels)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logits) for x in (found, expected)))
+
+
+@pytest.mark.parametrize("level", ["torch", "triton", "cuda"])
 def test_a_loss_reads_the_logits_that_autocast_made(level):
     """PyTorch's own copies them to float32; here they are saved as they are, and the loss is float32 all the same."""
     skip_unless_available("cross_entropy", level)
