@@ -220,8 +220,7 @@ Tensor rope(const Tensor& input, const Tensor& table, bool interleaved, bool bac
     std::vector<int64_t> order;
     for (int64_t d = 0; d + 1 < input.dim(); ++d) order.push_back(d);
     // The first dimension is that of the sequences, whose offsets rows find by their number.
-    const bool heads_inside =
-        input.dim() >= 4 && input.size(-3) > 1 && input.size(-2) > 1 && input.stride(-3) < input.stride(-2);
+    const bool heads_inside = input.dim() >= 4 && heads_lie_inside(input);
     if (heads_inside) std::swap(order[order.size() - 2], order.back());
     const Rope rope{Operands<ROPE_OPERANDS>(order, {&output, &input}, "rope"),
                     input.numel() / input.size(-1),

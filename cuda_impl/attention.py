@@ -253,9 +253,9 @@ def _register(name: str, unsupported, backward_of: Callable[[int, int], str]) ->
         return (query, key, value, *outputs, None, first, last, scale, options["enable_gqa"])
 
     def fake(query, key, value, attn_mask, *others):
-        output = ordered_like(query, value.shape[-1])
-        if name == "split_kv":  # its merge writes row by row
-            output = query.new_empty(output.shape)
+        columns = value.shape[-1]
+        row_by_row = name == "split_kv"  # as its merge writes
+        output = query.new_empty((*query.shape[:-1], columns)) if row_by_row else ordered_like(query, columns)
         parts = (2,) if in_two_parts(attn_mask) else ()
         return output, query.new_empty((*parts, *query.shape[:-1]), dtype=torch.float32)
 

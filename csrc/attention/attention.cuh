@@ -25,9 +25,11 @@
 // backward_on_hopper in kernel_ladder/selection/attention.py names it. `split_kv` has that of `flash`.
 #pragma once
 
+#include <numeric>
 #include <optional>
 
 #include "core/common.cuh"
+#include "core/layout.h"
 #include "core/ops.h"
 
 namespace kl {
@@ -218,24 +220,17 @@ inline Tensor empty_like_query(const Tensor& query, ScalarType dtype, int64_t co
     return empty(query, dtype, sizes);
 }
 
-/// Allocates (…, H, S, columns) with the heads and length of an operand, in its memory order: (…, S, H, columns) where heads
-/// lie closer together than rows, as those of a layer's product do. The next layer then reads the result without a copy.
-/// `ordered_like` in cuda_impl/attention.py says the same of fake tensors.
+/// Allocates (…, H, S, columns) with the heads and length of an operand, in its memory order: (…, S, H, columns) where its
+/// heads lie inside. The next layer then reads the result without a copy. `ordered_like` in cuda_impl/attention.py says the
+/// same of fake tensors.
 inline Tensor empty_ordered_like(const Tensor& operand, int64_t columns) {
     const auto shape = operand.sizes();
-    std::vector<int64_t> sizes(shape.begin(), shape.end()), strides(sizes.size());
+    std::vector<int64_t> sizes(shape.begin(), shape.end()), order(sizes.size());
     const size_t dim = sizes.size();
     sizes[dim - 1] = columns;
-    const int64_t heads = sizes[dim - 3], rows = sizes[dim - 2];
-    const bool heads_inside = heads > 1 && rows > 1 && operand.stride(-3) < operand.stride(-2);
-    strides[dim - 1] = 1;
-    strides[dim - 2] = (heads_inside ? heads : 1) * std::max<int64_t>(columns, 1);
-    strides[dim - 3] = (heads_inside ? 1 : std::max<int64_t>(rows, 1)) * std::max<int64_t>(columns, 1);
-    int64_t stride = std::max<int64_t>(heads, 1) * std::max<int64_t>(rows, 1) * std::max<int64_t>(columns, 1);
-    for (size_t d = dim - 3; d-- > 0;) {
-        strides[d] = stride;
-        stride *= std::max<int64_t>(sizes[d], 1);
-    }
+    std::iota(order.begin(), order.end(), 0);
+    if (heads_lie_inside(operand)) std::swap(order[dim - 3], order[dim - 2]);
+    const std::vector<int64_t> strides = dense_strides(sizes, order);
     return empty_strided(operand, operand.scalar_type(), sizes.data(), strides.data(), static_cast<int64_t>(dim));
 }
 

@@ -330,8 +330,8 @@ void launch_products(const FlashGradients<T>& operands, const Attention& a, cons
     KL_LAUNCH_CHECK();
 }
 
-/// Memory for the gradient of an operand, in its shape and memory order. Packed operands are (1, H, T, D), and their gradients (T, H, D), as
-/// callers pass them.
+/// Memory for the gradient of an operand, in its shape and memory order. Packed operands are (1, H, T, D), and their
+/// gradients (T, H, D), as callers pass them.
 template <typename Sequences>
 Tensor empty_gradient(const Tensor& x) {
     if constexpr (!Sequences::PACKED) return empty_ordered_like(x, x.size(-1));

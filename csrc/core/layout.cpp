@@ -20,6 +20,18 @@ Strided collapse(const int64_t* sizes, const int64_t* strides, int64_t dim, cons
     return out;
 }
 
+std::vector<int64_t> dense_strides(const std::vector<int64_t>& sizes, const std::vector<int64_t>& order) {
+    std::vector<int64_t> strides(sizes.size());
+    int64_t stride = 1;
+    for (size_t i = order.size(); i-- > 0;) {
+        strides[order[i]] = stride;
+        stride *= std::max<int64_t>(sizes[order[i]], 1);
+    }
+    return strides;
+}
+
+bool heads_lie_inside(const Tensor& x) { return x.size(-3) > 1 && x.size(-2) > 1 && x.stride(-3) < x.stride(-2); }
+
 DenseLike::DenseLike(const Tensor& input) {
     const int64_t dim = input.dim();
     for (int64_t d = 0; d < dim; ++d) order.push_back(d);
@@ -31,12 +43,8 @@ DenseLike::DenseLike(const Tensor& input) {
                                           [&](int64_t d) { return input.size(d) > 1 && input.stride(d) == 0; });
         if (!expanded) order = by_stride;
     }
-    strides.resize(dim);
-    int64_t stride = 1;
-    for (size_t i = order.size(); i-- > 0;) {
-        strides[order[i]] = stride;
-        stride *= std::max<int64_t>(input.size(order[i]), 1);
-    }
+    const auto shape = input.sizes();
+    strides = dense_strides(std::vector<int64_t>(shape.begin(), shape.end()), order);
     for (const int64_t d : order) sizes.push_back(input.size(d));
 }
 

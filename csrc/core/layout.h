@@ -34,6 +34,12 @@ struct Strided {
 
 Strided collapse(const int64_t* sizes, const int64_t* strides, int64_t dim, const char* op);
 
+/// Strides of a dense tensor whose dimensions lie in memory in this order, outermost first.
+std::vector<int64_t> dense_strides(const std::vector<int64_t>& sizes, const std::vector<int64_t>& order);
+
+/// Whether the heads of (…, H, S, D) lie closer together in memory than its rows, as those of a layer's product do.
+bool heads_lie_inside(const Tensor& x);
+
 /// Layout of a new tensor like `input`: the order of its dimensions, by descending stride, and its strides. It keeps the
 /// memory order of the input, as torch.empty_like does, also where the input is a part of a tensor: the heads of a product
 /// that holds queries, keys and values. The order of an expanded input says nothing, and row-major order takes its place.

@@ -106,7 +106,7 @@ def _linear_cross_entropy(inputs: Inputs, options: Options) -> Features:
 
 def _seen(options: Options) -> str:
     """Which keys a query sees."""
-    window = tuple(options.get("window_size", NO_WINDOW)) != NO_WINDOW
+    window = tuple(options.get("window_size") or NO_WINDOW) != NO_WINDOW
     return "window" if window else "causal" if options.get("is_causal") else "all keys"
 
 
