@@ -5,10 +5,13 @@
     # a line for each job, its name first; a GPU that is free takes the next one
 
 Each GPU has an equal share of the processor's cores, so that jobs disturb each other as little as they can. A job sees
-its GPU alone. What it prints goes into ``bench-results/jobs/<name>.log``. With ``--seconds`` the jobs that still run
-are interrupted at the end, as by Ctrl-C. Those, and the ones that have not begun, stand in ``FILE.left`` for another
-call. No job begins where a level is absent that the environment variable ``KERNEL_LADDER_REQUIRE`` names: its rows
-would lack that level. The exit code is 1 if a job fails, 2 for a bad command line, file or environment, and else 0.
+its GPU alone. With ``--together N`` a GPU has N jobs, which must be sweeps: most of a sweep's time goes into compiling,
+and a sweep that measures stops the others of its GPU meanwhile (bench/measure/alone.py).
+
+What a job prints goes into ``bench-results/jobs/<name>.log``. With ``--seconds`` the jobs that still run are
+interrupted at the end, as by Ctrl-C. Those, and the ones that have not begun, stand in ``FILE.left`` for another call.
+No job begins where a level is absent that the environment variable ``KERNEL_LADDER_REQUIRE`` names: its rows would lack
+that level. The exit code is 1 if a job fails, 2 for a bad command line, file or environment, and else 0.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from bench.measure import environment
+from bench.measure import alone, environment
 from bench.ranks import VISIBLE
 from bench.rows import store
 from bench.usage import UsageError
@@ -90,6 +93,7 @@ class Queue:
     end: float | None = None  # of time.monotonic()
     failed: list[str] = field(default_factory=list)
     left: list[Job] = field(default_factory=list)
+    shared: Path | None = None  # a folder for those that share GPUs
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def next(self) -> Job | None:
@@ -101,9 +105,12 @@ class Queue:
         """Run jobs on a GPU, or on none, until there are no more."""
         with tempfile.TemporaryDirectory() as folder:  # Nsight Compute locks a file there: one for each GPU
             own = {"TMPDIR": folder} | ({} if gpu is None else {VISIBLE: gpu})
+            others = None if self.shared is None else alone.Folder(self.shared / f"gpu-{gpu}")
+            if others is not None:
+                own[alone.ENV_FOLDER] = str(others.path)
             while (job := self.next()) is not None:
                 begin = time.monotonic()
-                code = self._run(job, {**os.environ, **own}, cores)
+                code = self._run(job, {**os.environ, **own}, cores, others)
                 with self._lock:
                     said = "left" if code is None else f"exit code {code}"
                     print(f"{job.name}: {said}, {time.monotonic() - begin:.0f} s", flush=True)
@@ -112,25 +119,39 @@ class Queue:
                     elif code != 0:
                         self.failed.append(job.name)
 
-    def _run(self, job: Job, variables: dict[str, str], cores: set[int]) -> int | None:
+    def _run(
+        self, job: Job, variables: dict[str, str], cores: set[int], others: alone.Folder | None = None
+    ) -> int | None:
         """The exit code; None where the time was over before the job."""
         with (self.logs / f"{job.name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                ["bash", "-c", job.command], cwd=environment.ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+            with nullcontext() if others is None else others.lock():
+                process = subprocess.Popen(
+                    ["bash", "-c", job.command], cwd=environment.ROOT, env=variables, stdout=log,
+                    stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
+                if others is not None:
+                    others.add(process.pid)
             if hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(process.pid, cores)
             try:
                 return process.wait(None if self.end is None else max(0.0, self.end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGINT)
-                try:
-                    process.wait(GRACE_S)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                self._end(process)
                 return None
+            finally:
+                if others is not None:
+                    others.remove(process.pid)
+
+    @staticmethod
+    def _end(process: subprocess.Popen) -> None:
+        """Interrupt a job, which may be stopped; kill it if it does not end."""
+        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGCONT)
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @contextmanager
@@ -150,16 +171,18 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def run(jobs: Sequence[Job], gpus: Sequence[str | None], logs: Path, seconds: float | None) -> Queue:
-    """Run jobs, each on the GPU that is free first."""
+def run(jobs: Sequence[Job], gpus: Sequence[str | None], logs: Path, seconds: float | None, together: int = 1) -> Queue:
+    """Run jobs, each on the GPU that is free first; `together` of them share a GPU."""
     logs.mkdir(parents=True, exist_ok=True)
     queue = Queue(deque(jobs), logs, None if seconds is None else time.monotonic() + seconds)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-    threads = [
-        threading.Thread(target=queue.serve, args=(gpu, part))
-        for gpu, part in zip(gpus, shares(cores, len(gpus)), strict=True)
-    ]
-    with interruptible():
+    places = [gpu for gpu in gpus for _ in range(together)]
+    with tempfile.TemporaryDirectory() as folder, interruptible():
+        queue.shared = Path(folder) if together > 1 else None
+        threads = [
+            threading.Thread(target=queue.serve, args=(gpu, part))
+            for gpu, part in zip(places, shares(cores, len(places)), strict=True)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -172,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.jobs", description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, help="a line `name: command` for each job")
     parser.add_argument("--gpus", metavar="N[,N]", help="which GPUs (default: all that are visible)")
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="sweeps a GPU; one at a time measures")
     parser.add_argument("--seconds", type=float, metavar="S", help="interrupt what still runs then (default: never)")
     args = parser.parse_args(argv)
     try:
@@ -180,6 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             table.unavailable("gelu", level)  # raises
         if args.seconds is not None and not args.seconds > 0:
             raise UsageError(f"--seconds must be positive, got {args.seconds}")
+        if args.together < 1:
+            raise UsageError(f"--together must be at least 1, got {args.together}")
         count = torch.cuda.device_count()
         visible = os.environ.get(VISIBLE, ",".join(map(str, range(count)))).split(",")[:count]
         gpus = [*(visible or [None])] if args.gpus is None else args.gpus.split(",")
@@ -188,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, UnavailableError, VariableError) as error:
         print(f"python -m bench.jobs: {error}", file=sys.stderr)
         return 2
-    queue = run(jobs, gpus, environment.MEASURED / "jobs", args.seconds)
+    queue = run(jobs, gpus, environment.MEASURED / "jobs", args.seconds, args.together)
     if queue.left:
         left = args.file.with_name(args.file.name.removesuffix(".left") + ".left")
         store.replace(left, "".join(f"{job.name}: {job.command}\n" for job in queue.left))

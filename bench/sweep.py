@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import kernel_ladder
-from bench import peers
+from bench import announce, peers
 from bench.measure import (
+    alone,
     candidates,
     ceilings,
     choices,
-    clocks,
     correctness,
     environment,
-    intervals,
     phases,
     rounds,
     timing,
 )
 from bench.measure.cases import host_case, layouts_of
-from bench.measure.selection import AT_QUICK_CASES, NEVER_CAPTURED, ONE_BACKWARD, Group, Selection, groups
+from bench.measure.selection import NEVER_CAPTURED, ONE_BACKWARD, TUNES_ITSELF, Group, Selection, groups
 from bench.ranks import Board
 from bench.rows import resume, store
 from bench.rows.ratio import baseline_of
@@ -74,6 +74,7 @@ class Sweep:
         self.selection, self.emit, self.device, self.standing = selection, emit, device, standing or {}
         self.board = board or Board()
         self.phases = phases.Phases()
+        self.postponed = 0  # rows of which other jobs of the GPU may have had the memory
         self._chosen_rungs: dict[tuple[str, str, torch.dtype], list[Variant]] = {}
         self._names: dict[tuple[str, str, torch.dtype, str], dict[str, list[str]]] = {}
         self._first_calls: dict[str, float] = {}  # seconds, of the variants of a pass
@@ -137,7 +138,9 @@ class Sweep:
         except torch.OutOfMemoryError:
             for pass_ in group.passes:
                 for variant in wanted[pass_]:
-                    self._give_up(self._row(spec, group, pass_, variant.name), NO_MEMORY.format("the float64 oracle"))
+                    self._give_up(
+                        self._row(spec, group, pass_, variant.name), NO_MEMORY.format("the float64 oracle"), True
+                    )
             return
         for pass_ in group.passes:
             if wanted[pass_]:
@@ -147,7 +150,7 @@ class Sweep:
     def measure_ceilings(self, failed: Callable[[str], None]) -> None:
         """Emit a row for each ceiling of a GPU that has none yet."""
         if self.device.type == "cuda":
-            with self.phases(phases.CEILINGS):
+            with self._alone(), self.phases(phases.CEILINGS):
                 for row in ceilings.measure(self.device, self.selection.quick, failed, self.standing):
                     self.emit(row)
 
@@ -158,8 +161,8 @@ class Sweep:
         self._first_calls.clear()
         for variant in self._measure_together(spec, group, pass_, expected, wanted, wanted):
             environment.give_memory_back(self.device)
-            alone = [v for v in wanted if v.name in (variant.name, baseline_of(group.op))]
-            self._measure_together(spec, group, pass_, expected, alone, [variant])
+            pair = [v for v in wanted if v.name in (variant.name, baseline_of(group.op))]
+            self._measure_together(spec, group, pass_, expected, pair, [variant])
 
     def _measure_together(
         self,
@@ -180,7 +183,9 @@ class Sweep:
                 copies = candidates.Copies.of(expected, backward, self.device, group.case.together)
         except torch.OutOfMemoryError:
             for variant in shown:
-                self._give_up(self._row(spec, group, pass_, variant.name), NO_MEMORY.format("copies of the inputs"))
+                self._give_up(
+                    self._row(spec, group, pass_, variant.name), NO_MEMORY.format("copies of the inputs"), True
+                )
             return []
         launches: dict[str, timing.Launch] = {}
         done: list[Row] = []
@@ -194,7 +199,7 @@ class Sweep:
                     if refused.for_memory and any(v.name not in (variant.name, baseline) for v in wanted):
                         short.append(variant)
                     elif variant in shown:
-                        self._give_up(row, refused.reason)
+                        self._give_up(row, refused.reason, refused.for_memory)
                     self._check_alive(f"{group} {row.backend} {row.pass_}")
                     continue
                 launches[variant.name] = launch
@@ -204,7 +209,8 @@ class Sweep:
             if not done:
                 return short
             try:
-                timed = self._time(launches, baseline)
+                with self._alone():
+                    timed = self._time(launches, baseline)
             except Exception as error:
                 if not is_for_memory(error):
                     self._check_alive(f"timing {group} {pass_}")
@@ -212,21 +218,22 @@ class Sweep:
                 if len(launches.keys() - {baseline}) > 1:
                     return [*short, *(v for v in shown if v.name in launches)]
                 for row in done:
-                    self._give_up(row, NO_MEMORY.format("emptying the L2 beside what is timed"))
+                    self._give_up(row, NO_MEMORY.format("emptying the L2 beside what is timed"), True)
                 return short
             del copies, launch
             launches.clear()  # frees the memory of their graphs, which a ceiling may need
         bandwidth, rate = self._ceilings_of(group, done[0].bytes)
         for row in done:
             row.ceiling_gbs, row.ceiling_tflops = bandwidth, rate
-            self._finish(row, timed[row.backend])
+            timed[row.backend].write_into(row)
+            self.emit(row)
         return short
 
     def _ceilings_of(self, group: Group, nbytes: int) -> tuple[float, float] | tuple[None, None]:
         """GB/s and TFLOP/s of the ceilings; None where there are none, or no memory for them beside the group."""
         if group.op in ceilings.WITHOUT_CEILING:
             return None, None
-        with self.phases(phases.CEILINGS):
+        with self._alone(), self.phases(phases.CEILINGS):
             try:
                 return ceilings.copy_gbs(nbytes, self.device), ceilings.matrix_tflops(group.dtype, self.device)
             except torch.OutOfMemoryError:
@@ -276,11 +283,9 @@ class Sweep:
         try:
             make = candidates.backward_call if backward else candidates.forward_call
             call = make(variant, copies)
-            with self.phases(phases.COMPILE):
-                first = timing.wall(lambda: call(0), self.device)[0]
             # One that is admitted again compiles nothing.
-            row.compile_s = self._first_calls.setdefault(variant.name, first)
-            with self.phases(phases.PREPARE):
+            row.compile_s = self._first_calls.setdefault(variant.name, self._first_call(variant, call))
+            with self._alone(), self.phases(phases.PREPARE):
                 returned, seconds, row.peak_mib = self._another(call)
                 if variant.level == "xla":  # whose memory PyTorch does not count
                     row.peak_mib = None
@@ -293,7 +298,7 @@ class Sweep:
             if not found.agrees:
                 row.wrong = str(found)
                 raise _Refused(None)
-            with self.phases(phases.PREPARE):
+            with self._alone(), self.phases(phases.PREPARE):
                 capture = not {variant.level, variant.name} & NEVER_CAPTURED
                 launch = timing.prepare(call, copies.count, self.device, seconds=seconds, capture=capture)
             if not row.interpreted:
@@ -311,6 +316,20 @@ class Sweep:
             row.wrong = f"raised {correctness.one_line(error)}"
             raise _Refused(None) from None
 
+    def _first_call(self, variant: Variant, call: timing.Call) -> float:
+        """Seconds of a call that may compile and tune, without those in which other jobs had stopped this one."""
+        with self._alone(needed=bool({variant.level, variant.name} & TUNES_ITSELF)), self.phases(phases.COMPILE):
+            stopped = alone.Stopped()
+            return timing.wall(lambda: call(0), self.device)[0] - stopped.seconds
+
+    @contextmanager
+    def _alone(self, needed: bool = True) -> Iterator[None]:
+        """The GPU for this process alone, if that is needed. The wait for it is a phase of its own."""
+        with ExitStack() as stack:
+            with self.phases(phases.WAIT):
+                stack.enter_context(alone.alone(self.device) if needed else nullcontext())
+            yield
+
     def _check_alive(self, last: str) -> None:
         """Raise GpuLost where a kernel has left the GPU unusable; otherwise the next variant would get the blame."""
         try:
@@ -318,9 +337,13 @@ class Sweep:
         except Exception as error:
             raise GpuLost(f"after {last} the GPU answers nothing but {correctness.one_line(error)}") from error
 
-    def _give_up(self, row: Row, reason: str | None) -> None:
+    def _give_up(self, row: Row, reason: str | None, for_memory: bool = False) -> None:
+        """Emit a row without a time; none where other jobs of the GPU may have the memory that is short."""
         row.unsupported = reason
-        self.emit(row)
+        if for_memory and alone.is_shared():
+            self.postponed += 1
+        else:
+            self.emit(row)
 
     def _empty_levels(self, group: Group, pass_: str) -> Iterator[str]:
         """Selected levels that have no variant because they could not be loaded."""
@@ -392,21 +415,6 @@ class Sweep:
             **environment.facts(),
         )
 
-    def _finish(self, row: Row, timed: rounds.Timed) -> None:
-        times, state = timed.times, timed.state
-        row.us_q1, row.us, row.us_q3 = (1e6 * t for t in intervals.quartiles(times))
-        row.us_low, row.us_high = (None if t is None else 1e6 * t for t in intervals.median_interval(times))
-        row.rounds = sum(t is not None for t in times)
-        row.gbs, row.tflops = row.bytes / row.us / 1e3, row.flops / row.us / 1e6
-        row.of_ceiling = None if row.least_us is None else row.least_us / row.us
-        row.clock_mhz, row.power_w, row.temperature_c = state.clock_mhz, state.power_w, state.temperature_c
-        row.throttled, row.clocks_moved = state.throttled, timed.moved
-        if timed.baseline is not None:
-            row.speedup = intervals.paired_ratio(timed.baseline, timed.paired)
-            ratios = intervals.paired_ratios(timed.baseline, timed.paired)
-            row.speedup_low, row.speedup_high = intervals.median_interval(ratios)
-        self.emit(row)
-
 
 def _host_cost(op: str, backend: str, pass_: str) -> str:
     """The name of a note on the ranks' board."""
@@ -426,6 +434,7 @@ def run(
     """
     device = environment.device()
     environment.leave_memory_to_pytorch()
+    alone.while_tuning(device)
     # Gradients are timed again and again on one graph, which donated buffers forbid.
     torch._functorch.config.donated_buffer = False
     # Two variants may compile one formula, each for several shapes and with and without gradients.
@@ -448,7 +457,7 @@ def run(
     if not todo:
         part, parts = selection.share
         note(f"{f'share {part}/{parts}' if parts > 1 else 'what was chosen'} holds no case to measure")
-    _announce(sweep, todo, note)
+    announce.left_out(sweep, todo, note)
     todo = [group for group in todo if not sweep.is_finished(group)]
     interrupted = False
     progress = Progress(
@@ -478,23 +487,10 @@ def run(
             print(f"{lost}; {kept}", file=sys.stderr)
         finally:
             torch.set_num_threads(threads)
+    if sweep.postponed:
+        note(f"{sweep.postponed} calls found no memory beside other jobs: run it again with --resume and the GPU alone")
     whole = [*sweep.standing.values(), *emitted]
     if emitted:
         whole = tidy(output, whole)
         sweep.phases.show(console)
     return [row for row in whole if row.op in (*selection.ops, store.CEILING)], interrupted
-
-
-def _announce(sweep: Sweep, todo: Sequence[Group], note: Callable[[str], None]) -> None:
-    """Say what will be missing from the rows, and why."""
-    if (reason := clocks.gpu(sweep.device)[1]) is not None:
-        note(f"clock, power and temperature are not recorded: {reason}")
-    for name, reason in AT_QUICK_CASES.items():
-        takes = [group for group in todo if name in sweep.known(group)]
-        left_out = sum(not sweep.selection.has_time_for(name, group) for group in takes)
-        if left_out and sweep.device.type == "cuda":
-            option = "--peers" if name.startswith(f"{peers.LEVEL}.") else "--backend"
-            note(
-                f"{name} ({reason}) is left out at {left_out} of {len(takes)} cases; "
-                f"{option} {name.removeprefix(f'{peers.LEVEL}.')} measures it at all of them"
-            )

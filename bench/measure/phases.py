@@ -18,6 +18,7 @@ SETTLE = "settling of clocks"
 TIMING = "timing"
 HOST = "host cost"
 CEILINGS = "ceilings"
+WAIT = "waiting for other jobs of the GPU"
 REST = "rest: rows, intervals, start"
 
 #: The harness's own cost: neither the project's kernels nor their compilation.
@@ -63,11 +64,12 @@ class Phases:
         """Print seconds and share of each phase, and what share of it all is the harness's own."""
         self._turn()
         total = sum(self.seconds.values()) or 1.0
+        measured = max(total - self.seconds[WAIT] - self.own, 1e-9)
         table = Table(title=f"where {total:.0f} s went", title_justify="left", title_style="bold", padding=(0, 1))
         table.add_column("phase", no_wrap=True)
         table.add_column("seconds", justify="right")
         table.add_column("share", justify="right")
-        parts = [(name, self.seconds[name]) for name in (CHECK, COMPILE, HOST, CEILINGS, SETTLE)]
+        parts = [(name, self.seconds[name]) for name in (CHECK, COMPILE, HOST, CEILINGS, SETTLE, WAIT)]
         parts += [("timing: the samples", self.launched), ("timing: between them", self.between)]
         parts += [(name, self.seconds[name]) for name in OWN]
         for name, seconds in parts:
@@ -77,7 +79,7 @@ class Phases:
         if timing:
             console.print(
                 f"between samples (emptying the L2, events, waiting): {self.between / timing:.0%} of the timing; the "
-                f"harness's own (that, {', '.join(OWN)}): {self.own / (total - self.own):.0%} of what it measures, "
+                f"harness's own (that, {', '.join(OWN)}): {self.own / measured:.0%} of what it measures, "
                 "which is all else",
                 soft_wrap=True,
             )

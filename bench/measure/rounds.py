@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.measure import clocks, timing
+from bench.measure import clocks, intervals, timing
 from bench.measure.intervals import Rounds
+from bench.rows.store import Row
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,21 @@ class Timed:
     baseline: Rounds | None
     state: clocks.State
     moved: bool | None  # its clock differed from its neighbours'
+
+    def write_into(self, row: Row) -> None:
+        """Fill in a row's times, rates, the GPU's state, and the speedup over the baseline."""
+        times, state = self.times, self.state
+        row.us_q1, row.us, row.us_q3 = (1e6 * t for t in intervals.quartiles(times))
+        row.us_low, row.us_high = (None if t is None else 1e6 * t for t in intervals.median_interval(times))
+        row.rounds = sum(t is not None for t in times)
+        row.gbs, row.tflops = row.bytes / row.us / 1e3, row.flops / row.us / 1e6
+        row.of_ceiling = None if row.least_us is None else row.least_us / row.us
+        row.clock_mhz, row.power_w, row.temperature_c = state.clock_mhz, state.power_w, state.temperature_c
+        row.throttled, row.clocks_moved = state.throttled, self.moved
+        if self.baseline is not None:
+            row.speedup = intervals.paired_ratio(self.baseline, self.paired)
+            ratios = intervals.paired_ratios(self.baseline, self.paired)
+            row.speedup_low, row.speedup_high = intervals.median_interval(ratios)
 
 
 def run(

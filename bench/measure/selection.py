@@ -17,6 +17,8 @@ from kernel_ladder.table import Variant
 #: Variants that tune for up to a minute per shape, dtype and pass. A quick sweep leaves them out, any other measures
 #: them in the first dtype of a case alone.
 LONG_TUNING = frozenset({"compile.max_autotune", "peer.quack-gemm"})
+#: Levels and peers whose first calls time candidates, which nothing else on the GPU may disturb. Triton's say when.
+TUNES_ITSELF = frozenset({"compile", "xla", *LONG_TUNING})
 #: Variants that a sweep measures at the quick cases only, unless the user names them, and why.
 AT_QUICK_CASES = {
     **dict.fromkeys(sorted(LONG_TUNING), "tuned for up to a minute a shape"),

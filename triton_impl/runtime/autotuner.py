@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ ROUNDS = (5, 40)
 SECONDS = 0.5
 #: Written between runs, so that none finds its operands in the L2.
 FLUSH_BYTES = 256 * 2**20
+
+#: Surrounds the timing. A program that shares its GPU with others sets it, so that they rest meanwhile.
+undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext
 
 #: Runs a kernel in a configuration; where True is given, only compiles it and returns what Triton does.
 Run = Callable[[triton.Config, bool], Any]
@@ -98,7 +102,9 @@ class Autotuner:
             if triton.knobs.autotuning.print:
                 for config in configs:
                     print(f"Autotuning kernel {self.kernel.fn.__name__} with config {config}")
-            timings = time_in_rounds(compile_side_by_side(configs, run), run)
+            compiled = compile_side_by_side(configs, run)
+            with undisturbed():
+                timings = time_in_rounds(compiled, run)
             stored = {str(config): None if ms == float("inf") else ms for config, ms in timings.items()}
             cache.put(json.dumps(stored), name, binary=False)
         return min(timings, key=timings.__getitem__), timings
