@@ -9,7 +9,7 @@ import torch
 from cuda_impl import climb, unsupported
 from cuda_impl.built_for import no_code, without_wgmma
 from kernel_ladder import gpu
-from kernel_ladder.selection.attention import backward_on_hopper
+from kernel_ladder.selection.attention import backward_on_hopper, multiprocessors
 from kernel_ladder.semantics import philox
 from kernel_ladder.semantics.masks import NO_WINDOW, band
 from kernel_ladder.semantics.scale import scale_of
@@ -181,7 +181,7 @@ def _with_readable_output(name: str, saved: tuple) -> tuple:
     return (*saved[:3], saved[3].clone(memory_format=torch.contiguous_format), *saved[4:])
 
 
-def _register(name: str, unsupported, backward_of: Callable[[int, int], str]) -> None:
+def _register(name: str, unsupported, backward_of: Callable[[int, int, int, int], str]) -> None:
     """Add a step of the climb.
 
     `backward_of` names its backward by the largest head dimension and the number of keys: its own, or that of an
@@ -228,8 +228,9 @@ def _register(name: str, unsupported, backward_of: Callable[[int, int], str]) ->
 
     def backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         grad, grad_lse = (grad[0], grad[1].contiguous()) if isinstance(grad, tuple) else (grad, None)
-        head_dim = max(saved[0].shape[-1], saved[2].shape[-1])
-        step = backward_of(head_dim, concrete(saved[1].shape[-2]))
+        key, head_dim = saved[1], max(saved[0].shape[-1], saved[2].shape[-1])
+        heads_kv = concrete(key.shape[0]) * concrete(key.shape[1])
+        step = backward_of(head_dim, concrete(key.shape[-2]), heads_kv, multiprocessors(key))
         run_backward = getattr(torch.ops.kernel_ladder.attention_backward, step)
         if len(saved) > KEEPING_ALL:
             run_backward = torch.ops.kernel_ladder.attention_dropout_backward.flash
@@ -285,9 +286,9 @@ def _register(name: str, unsupported, backward_of: Callable[[int, int], str]) ->
     )
 
 
-def _only(step: str) -> Callable[[int, int], str]:
+def _only(step: str) -> Callable[[int, int, int, int], str]:
     """The backward of one step, for every call."""
-    return lambda head_dim, keys: step
+    return lambda head_dim, keys, heads_kv, sms: step
 
 
 #: By step: what it asks of a call, and whose backward it has.

@@ -22,7 +22,7 @@ from bench.measure import timing
 from kernel_ladder import table
 
 #: Names the folder of the jobs that share this process's GPU. Absent where it has the GPU for itself.
-ENV_FOLDER = "KERNEL_LADDER_SHARED_GPU"
+ENV_FOLDER = "KERNEL_LADDER_TOGETHER"
 
 #: A kernel that does next to nothing ends in less: nothing else is in the GPU's queues.
 QUIET_S = 150e-6

@@ -39,6 +39,8 @@ REWRITTEN: dict[tuple[str, str, str], tuple[tuple[str, frozenset[str]], ...]] = 
         # Heads take turns, tiles of 96 columns, grouped heads.
         ("2026-11-27T08:12:00", frozenset({"cuda.warp_specialized", "cuda.pingpong", "cuda.persistent"})),
     ),
+    # Unaligned products in parts of equal size.
+    ("matmul", "cuda", "forward"): (("2026-11-26T05:59:50", frozenset({"cuda.stream_k"})),),
     ("attention_varlen", "cuda", "backward"): (("2026-11-27T08:12:00", frozenset({"cuda.pingpong"})),),
     **{
         ("cross_entropy", level, pass_): (("2026-11-27T08:12:00", frozenset({f"{level}.online"})),)

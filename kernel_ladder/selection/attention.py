@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch.compiler import is_compiling
 
+from kernel_ladder import gpu
 from kernel_ladder.selection.matmul import is_hopper
 from kernel_ladder.semantics.masks import NO_WINDOW, band, keys_of_window
 from kernel_ladder.spec import Inputs, Options
@@ -17,16 +19,23 @@ NARROW_HEAD = 64
 #: Rows of queries and of keys in a tile at that head dimension.
 WGMMA_TILE = (64, 64)
 PERSISTENT_TILE = (192, 128)
-#: What a tile of queries costs beside its keys, as a number of keys; and in per cent what a score of ``wgmma`` costs
-#: beside one of ``persistent``. Fitted to times at 512 to 4096 keys on an H100.
-WGMMA_OVERHEAD = 80
-PERSISTENT_OVERHEAD = 107
-WGMMA_PER_CENT = 111
+#: What a tile of queries costs beside its keys, as a number of keys; in per cent what a score of ``wgmma`` costs beside
+#: one of ``persistent``; and how many times the longest tile counts beside all of them. Five blocks of ``wgmma`` share
+#: an SM, so that each takes longer by itself; of ``persistent`` the longest tile is the least that a call takes.
+#: Fitted to 23 ratios of times at 512 to 16,384 keys on an H100 and an H200, to 3 %.
+WGMMA_OVERHEAD = 30
+PERSISTENT_OVERHEAD = 90
+WGMMA_PER_CENT = 109
+WGMMA_LONGEST = 2
+#: Multiprocessors where there is no GPU to ask: those of an H100.
+MULTIPROCESSORS = 132
 #: Queries that share a head of keys, up to which ``split_kv`` takes the call.
 SPLIT_ROWS = 16
 #: Keys that a query sees through a window up to which ``triton.tma`` is ahead of ``triton.warp_specialized``: it takes
 #: 0.77 of the time at 256 keys of 128, 1.03 at 513 (H200). A narrow window leaves few products beside the softmax.
 NARROW_WINDOW = 256
+#: Queries of a tile of ``triton.warp_specialized``, and keys up to which ``flash`` is ahead at narrow heads.
+TRITON_QUERIES, SHORT_OF_TRITON = 128, 1024
 #: Head dimensions whose gradients were measured beside cuDNN's on Hopper, keys up to which the cuda level is ahead at
 #: the least one, and from which above `WIDEST_BACKWARD`.
 HEADS_WITH_GRADIENTS, LONGEST_NARROW, SHORTEST_WIDE = (64, 96, 128, 160, 192, 256), 8192, 2048
@@ -37,33 +46,49 @@ WIDEST_BACKWARD = 128
 #: Keys times padded head dimension up to which `wgmma` has the fastest backward on Hopper: a block of
 #: `warp_specialized` then has few tiles of queries, between which it waits for its neighbours' sums.
 SHORT_BACKWARD = 2**16
+#: Keys of a block of that pass.
+BACKWARD_KEYS = 128
 #: Rows of a packed sequence, in the mean, from which `warp_specialized` takes the backward pass. It pads the sums of
 #: dQ, in float32, to whole tiles of each sequence: shorter ones would multiply their memory.
 SHORTEST_PACKED = 32
 
 
-def _scores(tile: tuple[int, int], overhead: int, seqlen_q: int, seqlen_k: int, first: int, last: int) -> int:
-    """Six times the scores that the tiles of a head compute, masked ones too, and the overhead of each tile.
+def multiprocessors(x: torch.Tensor) -> int:
+    """Those of a tensor's GPU."""
+    return gpu.of(x.get_device()).multiprocessors if x.is_cuda and gpu.visible() else MULTIPROCESSORS
 
-    A tile of queries walks over the tiles of keys between ``first`` and ``last``. Simpson's rule replaces the sum over
-    all tiles of queries, so that lengths stay symbolic under torch.compile and the time of the rule stays constant.
+
+def _scores(
+    tile: tuple[int, int], overhead: int, seqlen_q: int, seqlen_k: int, first: int, last: int
+) -> tuple[int, int]:
+    """Six times the scores that the tiles of a head compute, masked ones too, with the overhead of each tile.
+
+    The second number is that of the longest tile, six times as well. A tile of queries walks over the tiles of keys
+    between ``first`` and ``last``. Simpson's rule replaces the sum over all tiles of queries, so that lengths stay
+    symbolic under torch.compile and the time of the rule stays constant.
     """
     queries, keys = tile
     tiles = -(-seqlen_q // queries)
-    total = 0
+    total = longest = 0
     for twice, weight in ((0, 1), (tiles - 1, 4), (2 * (tiles - 1), 1)):
         begin = twice * queries // 2
         end = max(-(-min(seqlen_k, begin + queries + last) // keys), 1)
         seen = end - min(max(begin + first, 0) // keys, end - 1)
         total += weight * (seen * keys + overhead)
-    return total * tiles * queries
+        longest = max(longest, seen * keys + overhead)
+    return total * tiles * queries, 6 * longest * queries
 
 
-def _wgmma_is_cheaper(seqlen_q: int, seqlen_k: int, is_causal: bool | str, window: tuple[int, int]) -> bool:
+def _wgmma_is_cheaper(
+    heads: int, seqlen_q: int, seqlen_k: int, is_causal: bool | str, window: tuple[int, int], sms: int
+) -> bool:
+    """Whether ``wgmma`` takes less time than ``persistent`` for so many heads, those of all sequences together."""
     first, last = band(is_causal, window, seqlen_q, seqlen_k)
     sizes = (seqlen_q, seqlen_k, first, last)
-    cost = _scores(WGMMA_TILE, WGMMA_OVERHEAD, *sizes)
-    return WGMMA_PER_CENT * cost < 100 * _scores(PERSISTENT_TILE, PERSISTENT_OVERHEAD, *sizes)
+    of_wgmma, its_longest = _scores(WGMMA_TILE, WGMMA_OVERHEAD, *sizes)
+    of_persistent, longest = _scores(PERSISTENT_TILE, PERSISTENT_OVERHEAD, *sizes)
+    wgmma = heads * of_wgmma + sms * WGMMA_LONGEST * its_longest
+    return WGMMA_PER_CENT * wgmma < 100 * max(heads * of_persistent, sms * longest)
 
 
 _known = functools.lru_cache(maxsize=4096)(_wgmma_is_cheaper)
@@ -73,24 +98,36 @@ def prefer_wgmma(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """Prefers ``cuda.wgmma`` to ``cuda.persistent`` at head dimensions up to 64 where a query sees few keys.
 
     There the softmax takes as long as the products, and tiles of 192 queries by 128 keys compute many masked scores.
-    Five blocks of ``wgmma`` share an SM, each with tiles of 64 by 64.
+    Five blocks of ``wgmma`` share an SM, each with tiles of 64 by 64. Of few heads they leave SMs idle at the end.
     """
     query, key, value = inputs[:3]
     if query.shape[-1] > NARROW_HEAD or value.shape[-1] > NARROW_HEAD or (len(inputs) > 3 and inputs[3] is not None):
         return ()
-    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
+    heads, seqlen_q, seqlen_k = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2]
     if seqlen_q * (query.shape[-3] // max(key.shape[-3], 1)) <= SPLIT_ROWS:
         return ()
     is_causal, window = options.get("is_causal", False), tuple(options.get("window_size", NO_WINDOW))
     # torch.compile traces the arithmetic, with symbolic lengths; other calls remember it by length.
     cheaper = _wgmma_is_cheaper if is_compiling() else _known
-    return ("cuda.wgmma",) if cheaper(seqlen_q, seqlen_k, is_causal, window) else ()
+    return ("cuda.wgmma",) if cheaper(heads, seqlen_q, seqlen_k, is_causal, window, multiprocessors(query)) else ()
 
 
-def prefer_tma(inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """Prefers ``triton.tma`` to ``triton.warp_specialized`` where a query sees few keys through a window."""
+def triton_without_specialized_warps(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """Prefers other rungs to ``triton.warp_specialized``: ``tma`` for narrow windows, ``flash`` for little work.
+
+    Without a gradient ``flash`` takes 0.75 to 0.86 of the time where tiles are few, and at head dimensions up to 64
+    0.83 to 0.98 with a causal mask, 0.96 to 0.98 without for up to 1,024 keys (H200).
+    """
     seen = keys_of_window(options)
-    return ("triton.tma",) if seen is not None and seen <= NARROW_WINDOW else ()
+    if seen is not None:
+        return ("triton.tma",) if seen <= NARROW_WINDOW else ()
+    query, key, value = inputs[:3]
+    if few_queries(query, key) or wants_gradient(query, key, value):
+        return ()
+    tiles = math.prod(map(concrete, query.shape[:-2])) * -(-concrete(query.shape[-2]) // TRITON_QUERIES)
+    narrow = max(concrete(query.shape[-1]), concrete(value.shape[-1])) <= NARROW_HEAD
+    short = bool(options.get("is_causal")) or concrete(key.shape[-2]) <= SHORT_OF_TRITON
+    return ("triton.flash",) if tiles <= 2 * multiprocessors(query) or (narrow and short) else ()
 
 
 def few_queries(query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -152,12 +189,17 @@ def triton_for_gradients_of_packed(inputs: Inputs, options: Options) -> tuple[st
     return () if widest <= WIDEST_BACKWARD and query.is_cuda and is_hopper(query.get_device()) else ("triton.flash",)
 
 
-def backward_on_hopper(head_dim: int, keys: int) -> str:
-    """Whose backward pass is the fastest on Hopper, for the rungs of attention that have none of their own."""
+def backward_on_hopper(head_dim: int, keys: int, heads_kv: int, sms: int = MULTIPROCESSORS) -> str:
+    """Whose backward pass is the fastest on Hopper, for the rungs of attention that have none of their own.
+
+    `heads_kv` are those of all sequences. A block of ``warp_specialized`` has 128 keys of one; where blocks are fewer
+    than half of the SMs, ``wgmma`` takes 0.7 to 0.8 of the time with its blocks of 64 (H200).
+    """
     if head_dim > WIDEST_BACKWARD:
         return "wgmma"
     padded = NARROW_HEAD if head_dim <= NARROW_HEAD else WIDEST_BACKWARD
-    return "wgmma" if keys * padded <= SHORT_BACKWARD else "warp_specialized"
+    few = 2 * heads_kv * -(-keys // BACKWARD_KEYS) < sms
+    return "wgmma" if few or keys * padded <= SHORT_BACKWARD else "warp_specialized"
 
 
 def packed_backward_on_hopper(head_dim: int, rows: int, sequences: int) -> str:
@@ -168,7 +210,7 @@ def packed_backward_on_hopper(head_dim: int, rows: int, sequences: int) -> str:
 
 RULES = {
     ("attention", "cuda"): prefer_wgmma,
-    ("attention", "triton"): prefer_tma,
+    ("attention", "triton"): triton_without_specialized_warps,
     ("attention", "auto"): automatic,
     ("attention_varlen", "auto"): triton_for_gradients_of_packed,
 }

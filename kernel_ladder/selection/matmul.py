@@ -72,6 +72,10 @@ FEW_ROWS_MIN_K = 4096
 FEW_ROWS_MIN_B = 1 << 24
 FEW_ROWS_MAX_A = 1 << 25
 
+#: Rows up to which `split_k` is taken: tiles of 128 rows then take up to 1.3 times as long, and the model does not see
+#: it (H200).
+FEWEST_ROWS = 16
+
 _H100_SMS = 132
 MAX_PLANS = 4096  # kept for each device
 
@@ -255,7 +259,8 @@ def plan_of(
     """The plan of a product: see :func:`costs_of`."""
     if m * n * k * batches == 0:
         return _NOTHING
-    return costs_of(m, n, k, batches, a_batches, b_batches, item, along_m, at_once, parts).plan
+    costs = costs_of(m, n, k, batches, a_batches, b_batches, item, along_m, at_once, parts)
+    return costs.best if m <= FEWEST_ROWS and batches == 1 else costs.plan
 
 
 def costs(input: torch.Tensor, other: torch.Tensor) -> Costs:

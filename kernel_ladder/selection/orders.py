@@ -18,7 +18,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "triton.fused",
         "torch.builtin",
     ),
-    "matmul": ("torch.builtin", "cuda"),
+    "matmul": ("torch.builtin", "cuda", "triton.persistent"),
     "attention": (
         "torch.builtin",
         "cuda.split_kv",
@@ -50,7 +50,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "triton.online",
         "torch.naive",
     ),
-    "linear": ("torch.builtin", "cuda"),
+    "linear": ("torch.builtin", "cuda", "triton.persistent"),
     "linear_cross_entropy": ("torch.builtin", "triton"),
     "linear_float8": ("torch.builtin", "cuda.persistent", "triton.persistent", "triton.tiled", "torch.naive"),
 }

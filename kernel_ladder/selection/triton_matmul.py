@@ -1,6 +1,8 @@
-"""Which rung of matmul ``backend="triton"`` stands for."""
+"""Which rung of matmul and of linear ``backend="triton"`` stands for."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -25,7 +27,8 @@ def _tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
 def matmul(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """`split_k` where tiles are few and k is long, `persistent` where its tiles are many, else `tiled`.
 
-    Few tiles: they keep at most half of the multiprocessors busy. Many: at least half.
+    Few tiles: they keep at most half of the multiprocessors busy. Many: at least half. Of few rows `tiled` makes many
+    small tiles, which read the other operand together; `persistent` takes 1.05 to 2 times as long (H200).
     """
     input, other = inputs
     assert input is not None
@@ -38,9 +41,20 @@ def matmul(inputs: Inputs, options: Options) -> tuple[str, ...]:
         side = max(min(m, n, SPLIT_TILE), MIN_ROWS)
         if 2 * _tiles(m, n, (side, SPLIT_TILE)) <= sms:
             return ("triton.split_k",)
-    if 2 * torch.Size(batch).numel() * _tiles(m, n, LARGEST_TILE) < sms:
+    if m <= MIN_ROWS or 2 * torch.Size(batch).numel() * _tiles(m, n, LARGEST_TILE) < sms:
         return ("triton.tiled",)
     return "triton.persistent", "triton.tiled"
 
 
-RULES = {("matmul", "triton"): matmul}
+def linear(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """`tiled` for few rows, as in a product: `persistent` takes 1.04 to 1.9 times as long (H200).
+
+    Where torch.compile has symbols for the rows there may be many.
+    """
+    input = inputs[0]
+    assert input is not None
+    rows = math.prod(input.shape[:-1])
+    return ("triton.tiled",) if type(rows) is int and rows <= MIN_ROWS else ()
+
+
+RULES = {("matmul", "triton"): matmul, ("linear", "triton"): linear}

@@ -13,11 +13,18 @@ from kernel_ladder.tracing import concrete
 
 #: Multiply-adds of a product from which on the gain is more than what a call costs on the host.
 LEAST = 2**28
+#: What comes first where only the product is unaligned.
+OF_ALIGNED_OPERANDS = ("triton.persistent",)
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
     """Whether a matrix begins on 16 bytes, and so do its lines."""
     return concrete(x.storage_offset()) * x.element_size() % ALIGNMENT == 0 and is_aligned(x)
+
+
+def _only_the_product(input: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both operands are aligned, so that the rows of their product alone begin anywhere."""
+    return _is_aligned(input) and _is_aligned(other)
 
 
 def _is_worth_it(input: torch.Tensor, other: torch.Tensor, columns: int | torch.SymInt) -> bool:
@@ -26,26 +33,35 @@ def _is_worth_it(input: torch.Tensor, other: torch.Tensor, columns: int | torch.
     n = concrete(columns)
     if not matmul.is_hopper(input.get_device()) or math.prod(map(concrete, input.shape)) * n < LEAST:
         return False
-    return n * input.element_size() % ALIGNMENT != 0 or not (_is_aligned(input) and _is_aligned(other))
+    return n * input.element_size() % ALIGNMENT != 0 or not _only_the_product(input, other)
 
 
 def matmul_where_unaligned(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """Prefers the cuda level to cuBLAS where rows of 16-bit operands or of the product begin off 16 bytes.
 
-    There cuBLAS does without TMA, at a quarter of its rate. The cuda level computes in parts, or copies first.
+    There cuBLAS does without TMA, at a quarter of its rate. The cuda level computes in parts, or copies first. Where
+    the product's rows alone are unaligned, as of GPT-2's vocabulary, ``triton.persistent`` takes 0.87 to 1.0 of its
+    time (H200).
     """
     input, other = inputs[:2]
     assert input is not None
     assert other is not None
-    return matmul.rule(inputs, options) if _is_worth_it(input, other, other.shape[-1]) else ()
+    if not _is_worth_it(input, other, other.shape[-1]):
+        return ()
+    return (*OF_ALIGNED_OPERANDS * _only_the_product(input, other), *matmul.rule(inputs, options))
 
 
 def linear_where_unaligned(inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """Prefers ``cuda.persistent`` to cuBLAS where rows of 16-bit operands or of the output begin off 16 bytes."""
+    """Prefers ``cuda.persistent`` to cuBLAS where rows of 16-bit operands or of the output begin off 16 bytes.
+
+    Where those of the output alone do, ``triton.persistent`` takes 0.8 to 0.95 of its time, 0.6 with gradients (H200).
+    """
     input, weight = inputs[:2]
     assert input is not None
     assert weight is not None
-    return ("cuda.persistent",) if _is_worth_it(input, weight, weight.shape[0]) else ()
+    if not _is_worth_it(input, weight, weight.shape[0]):
+        return ()
+    return (*OF_ALIGNED_OPERANDS * _only_the_product(input, weight), "cuda.persistent")
 
 
 RULES = {("matmul", "auto"): matmul_where_unaligned, ("linear", "auto"): linear_where_unaligned}

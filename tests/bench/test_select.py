@@ -210,13 +210,14 @@ def test_a_table_that_mends_a_bad_choice_is_kept_where_the_mean_gains_little():
 def test_the_table_of_an_older_sweep_is_that_of_its_archived_and_later_rows():
     archived = environment.PUBLISHED / "archive" / "nvidia-h200-2026-11-27.jsonl"
     later = environment.PUBLISHED / "others" / "nvidia-h200.jsonl"
-    assert main(["select", str(archived), str(later), "--check"]) == 0
+    of_models = later.parent / "models" / later.name
+    assert main(["select", *map(str, (archived, later, of_models)), "--check"]) == 0
 
 
 #: Names that a table leaves beyond a tenth, by GPU, operation, name and pass, and why.
 BEYOND = {
-    ("NVIDIA H200", "matmul", "cuda", "forward"): (
-        "rows of unaligned products are of 2026-11-21 to 24; their kernels date from 2026-11-26, and rules are of those"
+    ("NVIDIA H200", "softmax", "auto", "forward"): (
+        "one row of 128,256 takes 5.2 µs where 3.8 would do, and one of 152,064 5.2 where the other rung takes 5.8"
     ),
 }
 

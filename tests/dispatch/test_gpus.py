@@ -116,7 +116,10 @@ def test_windowed_attention_in_99_kib(name, head_dim, gradient, built_everywhere
     [
         ((4, 16, 2048, 128), (4, 16, 2048, 128), False, {"is_causal": True}, "cuda.persistent"),
         ((4, 16, 2048, 128), (4, 16, 2048, 128), True, {"is_causal": True}, "cuda.persistent"),
-        ((4, 16, 512, 64), (4, 16, 512, 64), False, {"is_causal": True}, "cuda.wgmma"),
+        ((32, 16, 512, 64), (32, 16, 512, 64), False, {"is_causal": True}, "cuda.wgmma"),
+        ((4, 32, 4096, 64), (4, 32, 4096, 64), False, {"is_causal": True}, "cuda.persistent"),
+        ((1, 12, 4096, 64), (1, 12, 4096, 64), False, {"is_causal": True}, "cuda.persistent"),  # few tiles
+        ((1, 12, 777, 64), (1, 12, 777, 64), False, {"is_causal": True}, "cuda.wgmma"),
         ((4, 16, 16384, 64), (4, 16, 16384, 64), True, {"is_causal": False}, "torch.builtin"),
         ((4, 32, 4096, 128), (4, 8, 4096, 128), False, {"is_causal": True, "enable_gqa": True}, "cuda.persistent"),
         ((4, 32, 4096, 128), (4, 8, 4096, 128), True, {"is_causal": True, "enable_gqa": True}, "cuda.persistent"),

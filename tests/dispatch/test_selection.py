@@ -10,7 +10,11 @@ import torch
 import kernel_ladder
 from kernel_ladder import UnsupportedError, selection, table
 from kernel_ladder.__main__ import main
-from kernel_ladder.selection.attention import backward_on_hopper, packed_backward_on_hopper, prefer_tma
+from kernel_ladder.selection.attention import (
+    backward_on_hopper,
+    packed_backward_on_hopper,
+    triton_without_specialized_warps,
+)
 from kernel_ladder.selection.features import FEATURES
 from kernel_ladder.selection.orders import ORDERS
 from kernel_ladder.selection.rules import RULES
@@ -101,16 +105,18 @@ def test_an_unknown_shape_is_told(capsys):
 
 
 @pytest.mark.parametrize(
-    ("shape", "stride", "names"),
+    ("shape", "stride", "gradient", "names"),
     [
-        ((4, 50257), (50257, 1), ("cuda.online",)),
-        ((4, 50256), (50256, 1), ()),
-        ((4, 33), (33, 1), ()),  # short
-        ((50257, 4), (1, 50257), ()),  # along dim 1 not dense
+        ((17, 50257), (50257, 1), False, ("cuda.online",)),
+        ((17, 50257), (50257, 1), True, ("cuda.shared", "cuda.online")),
+        ((16, 50257), (50257, 1), False, ("cuda.cluster", "cuda.online")),  # few rows
+        ((17, 50256), (50256, 1), False, ()),
+        ((17, 33), (33, 1), False, ()),  # short
+        ((50257, 17), (1, 50257), False, ()),  # along dim 1 not dense
     ],
 )
-def test_unaligned_rows_of_softmax_go_to_online(shape, stride, names):
-    x = torch.empty_strided(shape, stride, dtype=torch.bfloat16, device="meta")
+def test_unaligned_rows_of_softmax(shape, stride, gradient, names):
+    x = torch.empty_strided(shape, stride, dtype=torch.bfloat16, device="meta", requires_grad=gradient)
     assert RULES["softmax", "cuda"]((x,), {"dim": 1}) == names
 
 
@@ -124,18 +130,20 @@ def test_packed_sequences_with_gradients_prefer_triton(heads_kv):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "keys", "step"),
+    ("head_dim", "keys", "heads_kv", "step"),
     [
-        (64, 1024, "wgmma"),
-        (64, 1025, "warp_specialized"),
-        (65, 512, "wgmma"),  # padded to 128
-        (128, 513, "warp_specialized"),
-        (136, 64, "wgmma"),
-        (256, 16384, "wgmma"),
+        (64, 1024, 64, "wgmma"),
+        (64, 1025, 64, "warp_specialized"),
+        (65, 512, 64, "wgmma"),  # padded to 128
+        (128, 513, 64, "warp_specialized"),
+        (128, 777, 8, "wgmma"),  # 56 blocks
+        (128, 4096, 4, "warp_specialized"),
+        (136, 64, 64, "wgmma"),
+        (256, 16384, 64, "wgmma"),
     ],
 )
-def test_whose_backward_pass_attention_has_on_hopper(head_dim, keys, step):
-    assert backward_on_hopper(head_dim, keys) == step
+def test_whose_backward_pass_attention_has_on_hopper(head_dim, keys, heads_kv, step):
+    assert backward_on_hopper(head_dim, keys, heads_kv) == step
 
 
 @pytest.mark.parametrize(
@@ -167,5 +175,5 @@ def test_whose_backward_pass_packed_sequences_have_on_hopper(head_dim, rows, seq
 )
 def test_a_window_counts_by_the_keys_that_a_query_sees(options, keys, narrow):
     inputs = tuple(torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta") for _ in range(3))
-    assert prefer_tma(inputs, options) == (("triton.tma",) if narrow else ())
+    assert triton_without_specialized_warps(inputs, options) == (("triton.tma",) if narrow else ())
     assert FEATURES["attention"](inputs, options).sizes == (16, 4096, keys, 128, 128)

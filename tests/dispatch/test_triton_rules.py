@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from kernel_ladder import table
-from kernel_ladder.selection import triton_norm, triton_softmax
+from kernel_ladder.selection import triton_matmul, triton_norm, triton_softmax
 
 RULES = {**triton_norm.RULES, **triton_softmax.RULES}
 
-#: Operation, length of a row, whether a gradient is wanted, and the rung to try first.
+#: Operation, length of a row, whether a gradient is wanted, and the rung to try first. More rows than few.
 CHOICES = [
     ("layer_norm", 2048, False, "fused"),
     ("layer_norm", 2049, False, "cluster"),
@@ -28,14 +28,31 @@ CHOICES = [
     ("softmax", 8192, False, "fused"),
     ("softmax", 8193, True, "online"),
     ("softmax", 8200, True, "cluster"),
+    ("softmax", 128256, False, "cluster"),
+    ("softmax", 152064, False, "online"),  # 262,144 in a cluster
+    ("softmax", 152064, True, "cluster"),
 ]
 
 
 @pytest.mark.parametrize(("op", "n_cols", "gradient", "rung"), CHOICES)
 def test_the_rung_tried_first(op, n_cols, gradient, rung):
-    x = torch.empty(3, n_cols, device="meta", requires_grad=gradient)
+    x = torch.empty(64, n_cols, device="meta", requires_grad=gradient)
     options = {"normalized_shape": (n_cols,), "dim": -1}
     assert RULES[op, "triton"]((x,), options) == (f"triton.{rung}",)
+
+
+def test_few_rows_of_softmax_are_spread_over_clusters():
+    few, more = (torch.empty(rows, 50257, device="meta", dtype=torch.bfloat16) for rows in (8, 9))
+    assert [RULES["softmax", "triton"]((x,), {"dim": -1}) for x in (few, more)] == [
+        ("triton.cluster",), ("triton.online",)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "first"), [(1, "tiled"), (16, "tiled"), (17, "persistent")])
+def test_products_of_few_rows_have_small_tiles(rows, first):
+    a, weight = torch.empty(rows, 768, device="meta"), torch.empty(50257, 768, device="meta")
+    assert triton_matmul.matmul((a, weight.mT), {})[0] == f"triton.{first}"
+    assert triton_matmul.linear((a, weight, None), {}) == (("triton.tiled",) if rows <= 16 else ())
 
 
 @pytest.mark.parametrize("op", sorted({op for op, _ in RULES}))

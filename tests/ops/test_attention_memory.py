@@ -50,7 +50,7 @@ def workspace(variant: Variant, d: int) -> int:
         return of_warp_specialized(tiles, 64 if d <= 64 else 128) if hopper else of_flash(HEADS * QUERIES)
     step = variant.name.removeprefix("cuda.")
     if step in ("pingpong", "persistent"):
-        step = selection.backward_on_hopper(d, QUERIES)
+        step = selection.backward_on_hopper(d, QUERIES, HEADS_KV)
     tiles = HEADS * -(-QUERIES // TILE)
     if step == "wgmma":
         return of_wgmma(tiles)
