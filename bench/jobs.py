@@ -94,6 +94,7 @@ class Queue:
     failed: list[str] = field(default_factory=list)
     left: list[Job] = field(default_factory=list)
     shared: Path | None = None  # a folder for those that share GPUs
+    together: int = 1  # of them on each
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def next(self) -> Job | None:
@@ -108,6 +109,8 @@ class Queue:
             others = None if self.shared is None else alone.Folder(self.shared / f"gpu-{gpu}")
             if others is not None:
                 own[alone.ENV_FOLDER] = str(others.path)
+                if not any(os.environ.get(name) for name in environment.JAX_MEMORY):
+                    own[environment.JAX_MEMORY[0]] = f"{float(environment.JAX_PART) / self.together:.3f}"
             while (job := self.next()) is not None:
                 begin = time.monotonic()
                 code = self._run(job, {**os.environ, **own}, cores, others)
@@ -178,7 +181,7 @@ def run(jobs: Sequence[Job], gpus: Sequence[str | None], logs: Path, seconds: fl
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
     places = [gpu for gpu in gpus for _ in range(together)]
     with tempfile.TemporaryDirectory() as folder, interruptible():
-        queue.shared = Path(folder) if together > 1 else None
+        queue.shared, queue.together = Path(folder) if together > 1 else None, together
         threads = [
             threading.Thread(target=queue.serve, args=(gpu, part))
             for gpu, part in zip(places, shares(cores, len(places)), strict=True)

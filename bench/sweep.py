@@ -302,7 +302,7 @@ class Sweep:
                 capture = not {variant.level, variant.name} & NEVER_CAPTURED
                 launch = timing.prepare(call, copies.count, self.device, seconds=seconds, capture=capture)
             if not row.interpreted:
-                with self.phases(phases.HOST):
+                with self._alone(), self.phases(phases.HOST):
                     row.host_us, row.host_direct_us = self._host_us(variant, group, expected, backward, launch)
             return launch
         except _Refused:

@@ -83,6 +83,16 @@ def test_jobs_that_are_stopped_end_with_the_time(run):
     assert time.monotonic() - begin < 3.0 + 2 * jobs.GRACE_S
 
 
+def test_jobs_share_the_part_of_the_memory_that_jax_may_take(tmp_path, monkeypatch):
+    """It keeps what it has taken, so that several would leave nothing to PyTorch."""
+    for name in jobs.environment.JAX_MEMORY:
+        monkeypatch.delenv(name, raising=False)
+    of = [Job(name, "echo $XLA_CLIENT_MEM_FRACTION") for name in "ab"]
+    for together, said in ((1, ""), (2, "0.200")):
+        jobs.run(of, (None,), tmp_path / str(together), None, together)
+        assert {(tmp_path / str(together) / f"{name}.log").read_text().strip() for name in "ab"} == {said}
+
+
 def test_a_sweep_of_its_own_gpu_stops_nobody(tmp_path, monkeypatch):
     monkeypatch.delenv(alone.ENV_FOLDER, raising=False)
     with alone.alone(pytest.importorskip("torch").device("cpu")):
