@@ -5,8 +5,8 @@
     # a line for each job, its name first; a GPU that is free takes the next one
 
 Each GPU has an equal share of the processor's cores, so that jobs disturb each other as little as they can. A job sees
-its GPU alone. With ``--together N`` a GPU has N jobs, which must be sweeps: most of a sweep's time goes into compiling,
-and a sweep that measures stops the others of its GPU meanwhile (bench/measure/alone.py).
+its GPU alone. With ``--together N`` a GPU has N jobs, which must be of ``python -m bench`` or ``bench patched``: most
+of their time goes into compiling, and one that measures stops the others of its GPU meanwhile (bench/measure/alone.py).
 
 What a job prints goes into ``bench-results/jobs/<name>.log``. With ``--seconds`` the jobs that still run are
 interrupted at the end, as by Ctrl-C. Those, and the ones that have not begun, stand in ``FILE.left`` for another call.

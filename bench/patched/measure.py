@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import kernel_ladder.models
-from bench.measure import environment, timing
+from bench.measure import alone, environment, timing
 from bench.measure.correctness import one_line
 from bench.patched.rows import DECODE, FORWARD, LIGER, PLAIN, STEP, PatchedRow
 from bench.patched.subjects import CAUSAL, Subject
@@ -82,7 +82,10 @@ def wrong(subject: Subject, model: Any, by: str, compiled: bool, quick: bool) ->
 def seconds_of(
     call: Callable[[], object], device: torch.device, budget: float, after_first: Callable[[], object] | None = None
 ) -> tuple[float, list[float]]:
-    """Seconds of the first call, and of each later one, with the host's part. `after_first` is called between them."""
+    """Seconds of the first call, and of each later one, with the host's part. `after_first` is called between them.
+
+    Later calls have GPU and host alone; the first has no seconds in which another job of the GPU had stopped this one.
+    """
 
     def once() -> float:
         timing.synchronize(device)
@@ -91,13 +94,15 @@ def seconds_of(
         timing.synchronize(device)
         return time.perf_counter() - begin
 
-    first = once()
+    stopped = alone.Stopped()
+    first = once() - stopped.seconds
     if after_first is not None:
         after_first()
-    once()
     rounds: list[float] = []
-    while len(rounds) < LEAST or (sum(rounds) < budget and len(rounds) < MOST):
-        rounds.append(once())
+    with alone.alone(device):
+        once()
+        while len(rounds) < LEAST or (sum(rounds) < budget and len(rounds) < MOST):
+            rounds.append(once())
     return first, rounds
 
 
@@ -182,6 +187,7 @@ def _decode(subject: Subject, row: PatchedRow, model: Any, quick: bool) -> Patch
 def measure(subject: Subject, by: str, compiled: bool, passes: list[str], quick: bool) -> list[PatchedRow]:
     """The rows of one way, in a process that has run no other."""
     device = environment.device()
+    alone.while_tuning(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     passes = [pass_ for pass_ in passes if pass_ != DECODE or subject.kind == CAUSAL]
     rows = [row_of(subject, by, compiled, pass_, dtype, quick) for pass_ in passes]
