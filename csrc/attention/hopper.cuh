@@ -466,9 +466,8 @@ __device__ inline void store_results(T* first_output, int64_t stride, float* fir
             }
             transpose_quad(x);
             const int column = 8 * (j + lane);
-            if (row < a.S_q && column < a.D_v) {  // a multiple of 8
-                *reinterpret_cast<uint4*>(first_output + row * stride + column) = make_uint4(x[0], x[1], x[2], x[3]);
-            }
+            store_16_bytes_if(first_output + row * stride + column, make_uint4(x[0], x[1], x[2], x[3]),
+                              row < a.S_q && column < a.D_v);  // a multiple of 8
         }
     }
 }

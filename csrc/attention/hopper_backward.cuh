@@ -404,9 +404,8 @@ __device__ inline void store_gradient(T* first, int64_t stride, int columns, int
             }
             transpose_quad(x);
             const int column = 8 * (j + lane);
-            if (row < rows_left && column < columns) {  // a multiple of 8
-                *reinterpret_cast<uint4*>(first + row * stride + column) = make_uint4(x[0], x[1], x[2], x[3]);
-            }
+            store_16_bytes_if(first + row * stride + column, make_uint4(x[0], x[1], x[2], x[3]),
+                              row < rows_left && column < columns);  // a multiple of 8
         }
     }
 }

@@ -29,17 +29,10 @@ struct BlockRowsShape {
     static constexpr bool takes(int64_t length) { return LONGER_THAN < length && length <= UP_TO; }
 };
 
-// Stores 16 bytes where `inside`, as one instruction: the compiler would split a conditional store into four. The value
-// is computed in any case, which needs no branch.
+// Stores a vector of 16 bytes where `inside`.
 template <typename T>
 __device__ void store_if(T* to, const Vec<T>& part, bool inside) {
-    uint4 word = reinterpret_cast<const uint4&>(part);
-    asm volatile("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
-    if (inside) {
-        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z),
-                     "r"(word.w)
-                     : "memory");
-    }
+    store_16_bytes_if(to, reinterpret_cast<const uint4&>(part), inside);
 }
 
 /// The rows and vectors of this thread: blockDim.x threads share every blockDim.y-th row of the block. They are a whole
