@@ -18,7 +18,12 @@ from pathlib import Path
 GROUPS = {
     "flash": ["attention/flash.cu", "attention/varlen_flash.cu", "attention/flash_masked.cu"],
     "flash_backward": ["attention/flash_backward.cu", "attention/varlen_backward.cu"],
-    "persistent_matmul": ["matmul/split_k.cu", "matmul/persistent.cu", "matmul/linear_persistent.cu"],
+    "persistent_matmul": [
+        "matmul/split_k.cu",
+        "matmul/linear_split_k.cu",
+        "matmul/persistent.cu",
+        "matmul/linear_persistent.cu",
+    ],
     "elementwise": ["add.cu", "bias_gelu.cu", "dropout.cu", "gelu.cu", "rope.cu", "sum.cu", "swiglu.cu"],
     "dynamic_shared": ["softmax/shared.cu", "softmax/cluster_two_pass.cu", "attention/split_kv.cu"],
     "hopper_attention": [

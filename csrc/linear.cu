@@ -1,4 +1,4 @@
-// linear, rung 1 of 5: naive
+// linear, rung 1 of 6: naive
 // Idea      Bias and activation are applied to the sum in its register.
 // Predicts  No second kernel: 2 · M · N elements less to read and write.
 // Limit now The weight lies along K: a warp's load of it touches 32 rows, a sector each, as in matmul's `naive`.

@@ -2,7 +2,7 @@
 
 The backward pass runs kernels of other operations: bias_gelu's gradient, which sums over rows as it goes. Where there
 is a bias alone, it is the sum over rows. The products are matmul's, by the rung of the same name. On Hopper
-``persistent`` and ``skinny`` take the products of the rung that the selection names for them
+``persistent``, ``split_k`` and ``skinny`` take the products of the rung that the selection names for them
 (:mod:`kernel_ladder.selection.matmul`), and ``registers`` those of matmul's ``registers_tma`` where it takes the
 operands. The device memory that ``persistent`` needs beyond its outputs is that of matmul's (:mod:`cuda_impl.matmul`).
 """
@@ -13,6 +13,7 @@ import torch
 
 # The operators of a backward pass tell their shapes where these modules register them.
 from cuda_impl import bias_gelu, climb, gelu, matmul, not_hopper, skinny_unsupported, sum, unsupported  # noqa: F401
+from kernel_ladder.selection import matmul as selection
 from kernel_ladder.semantics.linear_shapes import ACTIVATIONS, as_rows, output_shape
 from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.table import register
@@ -23,6 +24,7 @@ _BACKWARD = {
     "registers": ("vectorized", "two_stage"),
     "mma": ("vectorized", "two_stage"),
     "persistent": ("vectorized", "two_stage"),
+    "split_k": ("vectorized", "two_stage"),
     "skinny": ("vectorized", "two_stage"),
 }
 
@@ -57,6 +59,18 @@ def _persistent_unsupported(
     return _mma_unsupported(input, weight, bias, activation=activation) or not_hopper(input.device.index)
 
 
+def _split_k_unsupported(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
+) -> str | None:
+    if input.is_cuda and input.dtype is torch.float32:
+        return "takes float16 and bfloat16"
+    if (reason := matmul.tma_unsupported(input, weight.mT)) is not None:
+        return reason
+    if input.stride(-1) != 1 or weight.stride(1) != 1:
+        return "needs an input and a weight whose rows are dense"
+    return None
+
+
 def _skinny_unsupported(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
 ) -> str | None:
@@ -72,6 +86,7 @@ _UNSUPPORTED = {
     "registers": _registers_unsupported,
     "mma": _mma_unsupported,
     "persistent": _persistent_unsupported,
+    "split_k": _split_k_unsupported,
     "skinny": _skinny_unsupported,
 }
 
@@ -91,13 +106,16 @@ def _register(name: str) -> None:
     def run(
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if name == "split_k":
+            plan = selection.plan_of_linear(input, weight)
+            return overload(input, weight, bias, activation or "none", keep, plan.rows, plan.columns, plan.splits)
         if asks_for_tf32:
             # Only where the switch is on does `unsupported` let float32 come here.
             return overload(input, weight, bias, activation or "none", keep, input.dtype == torch.float32)
         return overload(input, weight, bias, activation or "none", keep)
 
     def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if name == "persistent" or (name == "skinny" and not_hopper(a.device.index) is None):
+        if name in ("persistent", "split_k") or (name == "skinny" and not_hopper(a.device.index) is None):
             return matmul.on_hopper(a, b)
         if name == "registers":  # `registers_tma` where TMA reads both operands
             return matmul.product_for_gradients("registers_tma")(a, b)
@@ -137,7 +155,7 @@ def _register(name: str) -> None:
         bias: torch.Tensor | None,
         activation: str,
         keep: bool,
-        allow_tf32: bool = False,
+        *others: bool | int,  # tf32 or a tile
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shape = output_shape(input, weight)
         return input.new_empty(shape), input.new_empty(shape if keep else (0,))

@@ -95,7 +95,7 @@ def _not_for_tma(tensor: torch.Tensor, name: str, k: int) -> str | None:
     return None
 
 
-def _tma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
+def tma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
     """For the rungs that show TMA alone.
 
     TMA may be unable to read the operands of their gradients: those are padded, or read with plain loads by the kernel
@@ -203,9 +203,9 @@ selection.blocks_at_once = _blocks_at_once
 #: Rungs on tensor cores that take tf32, with what keeps each from a call.
 _TENSOR_CORES = {
     "mma": _mma_unsupported,
-    "wgmma": _tma_unsupported,
-    "warp_specialized": _tma_unsupported,
-    "cluster": _tma_unsupported,
+    "wgmma": tma_unsupported,
+    "warp_specialized": tma_unsupported,
+    "cluster": tma_unsupported,
     "persistent": _hopper_unsupported,
     "stream_k": _hopper_unsupported,
     "split_k": _hopper_unsupported,

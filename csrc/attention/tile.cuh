@@ -37,19 +37,6 @@ void dispatch_shape(int head_dim, F&& f) {
     f(S256{});
 }
 
-/// Calls f with a zero of the dtype. Tensor cores would round float32 to tf32, so `naive` alone takes it.
-template <typename F>
-void dispatch_16bit(ScalarType dtype, const char* op, F&& f) {
-    switch (dtype) {
-        case ScalarType::Half:
-            return f(half{});
-        case ScalarType::BFloat16:
-            return f(bfloat16{});
-        default:
-            KL_CHECK(false, op, ": the flash variant takes float16 and bfloat16");
-    }
-}
-
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 
 /// Hides the origin of an address from the compiler, so that derived addresses are recomputed instead of kept in registers.

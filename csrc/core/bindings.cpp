@@ -273,6 +273,9 @@ const std::vector<Schema>& schemas() {
         KL_OP("linear.persistent(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep, bool allow_tf32)"
               " -> (Tensor, Tensor)",
               linear_persistent),
+        KL_OP("linear.split_k(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep, int tile_m,"
+              " int tile_n, int splits) -> (Tensor, Tensor)",
+              linear_split_k),
         KL_OP("linear.skinny(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep) -> (Tensor, Tensor)",
               linear_skinny),
         KL_OP("linear_float8.naive(Tensor input, Tensor weight, Tensor input_scale, Tensor weight_scale, Tensor? bias,"
@@ -380,6 +383,7 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     linear_registers_attributes(attributes, dtype);
     linear_mma_attributes(attributes, dtype);
     linear_persistent_attributes(attributes, dtype);
+    linear_split_k_attributes(attributes, dtype);
     linear_skinny_attributes(attributes, dtype);
     linear_float8_naive_attributes(attributes, dtype);
     linear_float8_persistent_attributes(attributes, dtype);

@@ -127,6 +127,19 @@ void dispatch(ScalarType dtype, const char* op, F&& f) {
     }
 }
 
+/// The same for rungs on tensor cores that would round float32 to tf32, and so do not take it.
+template <typename F>
+void dispatch_16bit(ScalarType dtype, const char* op, F&& f) {
+    switch (dtype) {
+        case ScalarType::Half:
+            return f(half{});
+        case ScalarType::BFloat16:
+            return f(bfloat16{});
+        default:
+            KL_CHECK(false, op, ": this rung takes float16 and bfloat16");
+    }
+}
+
 /// Calls f with std::true_type or std::false_type, so that f can use the choice as a constant.
 template <typename F>
 void with_constant(bool value, F&& f) {

@@ -324,12 +324,16 @@ std::tuple<Tensor, Tensor> linear_mma(const Tensor& input, const Tensor& weight,
 std::tuple<Tensor, Tensor> linear_persistent(const Tensor& input, const Tensor& weight,
                                              const std::optional<Tensor>& bias, const std::string& activation,
                                              bool keep, bool allow_tf32);
+std::tuple<Tensor, Tensor> linear_split_k(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                          const std::string& activation, bool keep, int64_t tile_m, int64_t tile_n,
+                                          int64_t splits);
 std::tuple<Tensor, Tensor> linear_skinny(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                          const std::string& activation, bool keep);
 void linear_naive_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void linear_registers_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void linear_mma_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void linear_persistent_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void linear_split_k_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void linear_skinny_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 // linear_float8/*.cu: attributes are those of an output's dtype.

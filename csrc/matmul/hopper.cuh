@@ -103,6 +103,9 @@ std::optional<Tensor> transpose_small_a(HopperCall* call, ScalarType dtype, cons
 
 // Whether to share the last waves of 128×256 tiles (stream-K), by an estimate.
 bool worth_sharing(const Tiled& p, int64_t k_tiles, int64_t workers);
+// The same for a whole call, as kernel_ladder/selection/matmul.py counts it: stages saved, over those of the fix-up and of
+// operands that leave the L2.
+bool sharing_pays(const Tiled& p, int64_t k_tiles, int64_t workers);
 
 // `persistent`'s kernel with plain loads, for operands that TMA cannot read: every rung here uses it.
 void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on);

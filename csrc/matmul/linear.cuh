@@ -5,6 +5,7 @@
 //   registers  the epilogue of matmul's `registers`, float32               the rate of the float32 units
 //   mma        the epilogue of matmul's `mma`                              mma.sync; the epilogue itself, under nothing
 //   persistent the epilogue of matmul's `persistent`, half under products  what of it the other half does not hide
+//   split_k    the epilogue of matmul's `split_k`, where tiles are few      the first and last bytes; partial waves
 //   skinny     the epilogue of matmul's `skinny`, at most 16 rows          reading the weights
 //
 // The product before the bias is kept only where a gradient through an activation will be wanted. In the backward pass

@@ -1,12 +1,12 @@
-// linear, rung 4 of 5: persistent
+// linear, rung 4 of 6: persistent
 // Idea      matmul's `persistent` with an epilogue: bias and activation on the float32 sums, before they are rounded.
 // Predicts  No second kernel that reads and writes M · N outputs. On a tile the epilogue takes as long as the products
 //           of four or five k-tiles. One warpgroup runs two k-tiles ahead of the other, so each multiplies under the
 //           other's epilogue.
 // Limit now What the other warpgroup's products do not hide of the epilogue.
-// Next      `skinny`: at most 16 rows.
+// Next      `split_k`: smaller tiles, whose K blocks share, where tiles are few.
 //
-// Shared code: the body of persistent.cuh, stream-K where it pays (`worth_sharing`), and padded copies of operands that
+// Shared code: the body of persistent.cuh, stream-K where it pays (`sharing_pays`), and padded copies of operands that
 // TMA cannot read (pad_operands.cu). With K = 0 there is no k-tile: linear's `naive` kernel writes the bias.
 
 #include "matmul/linear.cuh"
@@ -115,7 +115,7 @@ std::tuple<Tensor, Tensor> linear_persistent(const Tensor& input, const Tensor& 
             const auto by_tma = [&](auto b_major) {
                 using Loader = TmaLoader<T, Major::K, b_major()>;
                 const bool share =
-                    worth_sharing(part.tiled, ceil_div(p.K, BLOCK_K<T>), multiprocessors(on.device) / Loader::BLOCKS);
+                    sharing_pays(part.tiled, ceil_div(p.K, BLOCK_K<T>), multiprocessors(on.device) / Loader::BLOCKS);
                 launch<linear_persistent_kernel<Loader>, Loader>("linear.persistent", part, part.operands(),
                                                                  pair_order(part.tiled, BM, BN), on, share, epilogue);
             };

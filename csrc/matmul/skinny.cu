@@ -7,7 +7,7 @@
 //
 // No shared memory is needed for operands. Within a product the order of k is free as long as both operands have the
 // same. So a lane takes what its 16 bytes hold. The warps of a block share K; their sums are added in order at the end.
-// The `skinny` rung of linear, rung 5 of 5, is the same kernel with an epilogue.
+// The `skinny` rung of linear, rung 6 of 6, is the same kernel with an epilogue.
 
 #include "core/mma.cuh"
 #include "matmul/linear.cuh"

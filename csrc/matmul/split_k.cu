@@ -28,7 +28,7 @@ template <typename T, Major A, Major B, typename Tile>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     matmul_split_k_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p,
                           const __grid_constant__ SplitKScheduler scheduler) {
-    multiply_part<T, A, B, Tile>(c, from, p, scheduler, IdentityEpilogue{});
+    multiply_part<T, A, B, Tile>(c, from, p, scheduler, SumsUnchanged{});
 }
 
 }  // namespace

@@ -42,7 +42,7 @@ template <int WIDTH>
 using Width = std::integral_constant<int, WIDTH>;
 
 // matmul's epilogue: stores the sums unchanged. `offset`: of the batch, in elements.
-struct IdentityEpilogue {
+struct SumsUnchanged {
     template <typename T, int COLUMNS>
     __device__ void store(float (&sum)[COLUMNS / 2], T* c, int64_t offset, const Tiled& p, int m0, int n0) const {
         store_outputs<T, COLUMNS>(sum, c + offset, p, m0, n0);

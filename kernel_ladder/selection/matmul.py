@@ -64,7 +64,10 @@ CLUSTER_REDUCTION_CYCLES = 6500
 PAIR_CYCLES = 2000  # not fitted: leaves pairs to products of few rows
 OUTPUTS_PER_CYCLE = 5
 PERSISTENT_START_CYCLES = 2000
-FIXUP_CYCLES = 43000  # stream-K: a block stores and adds 128 KiB of partial sums (of an H100)
+#: stream-K: a block stores and adds 128 KiB of partial sums. Beyond so many shared stages of a block, operands at
+#: places of K far apart leave the L2 before another block reads them.
+FIXUP_CYCLES = 20000
+NEAR_STAGES, FAR_STAGE_CYCLES = 128, 600
 
 #: `split_k` copies an A of few rows to lie along K: csrc/matmul/pad_operands.cu.
 FEW_ROWS = 32
@@ -145,14 +148,18 @@ class _Product(NamedTuple):
 
     def whole_cycles(self, pairs: int, workers: int, stream_k: bool) -> int:
         """`persistent` goes by waves of tile pairs. `stream_k` leaves no wave unfilled, but has partial sums to add."""
-        steps = _up(pairs * self.k_tiles, workers) if stream_k else _up(pairs, workers) * self.k_tiles
+        steps, fixup = _up(pairs, workers) * self.k_tiles, 0
+        if stream_k:
+            shared = (pairs % workers + workers if pairs > workers else pairs) * self.k_tiles // workers
+            steps = _up(pairs * self.k_tiles, workers)
+            fixup = FIXUP_CYCLES + FAR_STAGE_CYCLES * max(0, shared - NEAR_STAGES)
         outputs = WHOLE_ROWS * WHOLE_COLUMNS
         return self.cycles(
             START_CYCLES
             + PERSISTENT_START_CYCLES
             + steps * _multiply_cycles(WHOLE_ROWS, WHOLE_COLUMNS)
             + outputs // OUTPUTS_PER_CYCLE
-            + (FIXUP_CYCLES if stream_k else 0)
+            + fixup
         )
 
 
@@ -193,9 +200,9 @@ class Costs(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """The plan with the fewest cycles. `stream_k` must gain more than the model's last digits."""
+        """The plan with the fewest cycles. `stream_k` must gain more than 1.6 %, the model's last digits."""
         streamed, whole = self.stream_k, self.persistent
-        stream_k = streamed is not None and streamed < whole - whole // 128
+        stream_k = streamed is not None and streamed < whole - whole // 64
         if self.split_k < (streamed if stream_k and streamed is not None else whole):
             return self.best
         return self.best._replace(rung="cuda.stream_k" if stream_k else "cuda.persistent")
@@ -283,6 +290,27 @@ def plan(input: torch.Tensor, other: torch.Tensor) -> Plan:
     return found
 
 
+def plan_of_linear(input: torch.Tensor, weight: torch.Tensor) -> Plan:
+    """The plan of ``linear(input, weight)`` on Hopper, whose operands are dense along K, by the product's sizes."""
+    plans = _plans(input.get_device())
+    key = ("linear", input.shape, weight.shape, input.dtype)
+    try:
+        if (known := plans.get(key)) is not None:
+            return known
+    except TypeError:  # symbols of torch.compile have no hash
+        return _plan_of_linear(input, weight)
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[key] = found = _plan_of_linear(input, weight)
+    return found
+
+
+def _plan_of_linear(input: torch.Tensor, weight: torch.Tensor) -> Plan:
+    n, k = map(concrete, weight.shape)
+    m = math.prod(map(concrete, input.shape[:-1]))
+    return plan_of(m, n, k, 1, 1, 1, input.element_size(), False, blocks_at_once(input.get_device()))
+
+
 def _plan(input: torch.Tensor, other: torch.Tensor) -> Plan:
     return plan_of(*_sizes(input, other))
 
@@ -323,4 +351,11 @@ def rule(inputs: Inputs, options: Options) -> tuple[str, ...]:
     return (plan(input, other).rung,)
 
 
-RULES = {("matmul", "cuda"): rule}
+def rule_of_linear(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """Prefers ``cuda.persistent`` to ``cuda.split_k``, which no GPU has timed yet; not where rows are few."""
+    input = inputs[0]
+    assert input is not None
+    return () if math.prod(map(concrete, input.shape[:-1])) <= FEWEST_ROWS else ("cuda.persistent",)
+
+
+RULES = {("matmul", "cuda"): rule, ("linear", "cuda"): rule_of_linear}

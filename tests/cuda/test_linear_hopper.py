@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 import kernel_ladder
 from kernel_ladder import table
+from kernel_ladder.errors import UnsupportedError
+from kernel_ladder.selection import matmul as selection
 from kernel_ladder.semantics.linear_shapes import ACTIVATIONS
 
 from ..conftest import needs_gpu, skip_unless_it_runs
@@ -27,6 +29,15 @@ def tf32(monkeypatch):
 @pytest.fixture
 def persistent(tf32) -> table.Variant:
     found = [v for v in table.variants("linear", "cuda") if v.name == "cuda.persistent"]
+    if not found:
+        pytest.skip("the extension was not built")
+    skip_unless_it_runs(found[0], operands(8, 8, 8), {"activation": None})
+    return found[0]
+
+
+@pytest.fixture
+def split_k() -> table.Variant:
+    found = [v for v in table.variants("linear", "cuda") if v.name == "cuda.split_k"]
     if not found:
         pytest.skip("the extension was not built")
     skip_unless_it_runs(found[0], operands(8, 8, 8), {"activation": None})
@@ -109,6 +120,51 @@ def test_every_form_and_size(persistent, dtype, transposed, activation):
         input, weight, bias = operands(m, n, k, dtype, transposed=transposed, pad=pad)
         check(persistent, input, weight, bias, activation)
         check(persistent, input, weight, None, activation)
+
+
+#: Tiles that `split_k` has for a linear layer.
+TILES = [tile[:2] for tile in selection.TILES if not tile.pair]
+
+
+@needs_gpu
+@pytest.mark.parametrize("activation", FORMS)
+@pytest.mark.parametrize("splits", selection.SPLITS)
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile[0]}x{tile[1]}")
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_every_tile_and_number_of_splits(split_k, dtype, tile, splits, activation, monkeypatch):
+    """Whole tiles, ragged ones, columns that no store of 16 bytes fits, one row, and several waves."""
+    plan = selection.Plan("cuda.split_k", *tile, splits, False)
+    monkeypatch.setattr(selection, "plan_of_linear", lambda input, weight: plan)
+    for m, n, k in [(128, 192, 512), (777, 776, 1032), (200, 333, 520), (1, 4096, 2048), (2048, 2056, 584)]:
+        input, weight, bias = operands(m, n, k, dtype)
+        check(split_k, input, weight, bias, activation)
+        check(split_k, input, weight, None, activation)
+
+
+@needs_gpu
+def test_split_k_takes_batches_and_any_bias_and_gives_the_same_bits(split_k):
+    input = matrix(6 * 65, 512, torch.bfloat16).view(6, 65, 512)[:, 1:]  # rows that do not fold
+    _, weight, _ = operands(1, 523, 512)
+    values = torch.randn(3 * 523 + 5, device="cuda").bfloat16()
+    for step, offset in [(1, 1), (2, 0), (3, 5), (0, 7)]:
+        bias = values.as_strided((523,), (step,), offset)
+        outputs = [split_k.output(input, weight, bias, activation="gelu") for _ in range(2)]
+        assert torch.equal(*outputs)
+        expected = split_k.output(input.reshape(-1, 512), weight, bias, activation="gelu").view(6, 64, 523)
+        assert torch.equal(outputs[0], expected)
+        check(split_k, input.reshape(-1, 512), weight, bias, "gelu")
+
+
+@needs_gpu
+def test_split_k_says_what_it_does_not_take(split_k):
+    input, weight, bias = operands(64, 64, 64)
+    for bad, said in [
+        ((input.float(), weight.float(), bias.float()), "takes float16 and bfloat16"),
+        ((input, weight.T.contiguous().T, bias), "rows are dense"),
+        ((input[:, :60], weight[:, 4:], bias), "multiples of 16 bytes"),
+    ]:
+        with pytest.raises(UnsupportedError, match=said):
+            kernel_ladder.linear(*bad, backend="cuda.split_k")
 
 
 @needs_gpu
@@ -202,4 +258,4 @@ def test_the_last_steps_take_many_rows_and_few():
     names = [v.name for v in table.variants("linear", "cuda")]
     if not names:
         pytest.skip("the extension was not built")
-    assert names[-3:] == ["cuda.mma", "cuda.persistent", "cuda.skinny"]
+    assert names[-4:] == ["cuda.mma", "cuda.persistent", "cuda.split_k", "cuda.skinny"]

@@ -24,7 +24,9 @@ AT_ONCE = (132, 132, 128, 128)
         (16, 4096, 4096, "cuda.split_k"),
         (512, 512, 8192, "cuda.split_k"),
         (4096, 4096, 4096, "cuda.persistent"),
-        (8192, 8192, 8192, "cuda.stream_k"),
+        (4096, 3584, 3584, "cuda.stream_k"),
+        (4096, 4096, 14336, "cuda.persistent"),  # stream_k's blocks read K at places far apart
+        (8192, 8192, 8192, "cuda.persistent"),  # stream_k takes 0.99 of its time
     ],
 )
 def test_known_products(m, n, k, rung):
@@ -55,6 +57,30 @@ def test_batches_are_counted_as_the_kernels_fold_them(hopper):
     assert rows == selection.plan(torch.empty(4096, 64, dtype=torch.bfloat16), weight)
     assert rows == selection.plan(torch.empty(4, 1024, 64, dtype=torch.bfloat16), weight.expand(4, 64, 256))
     assert selection.plan(torch.empty(0, 64, dtype=torch.bfloat16), weight).rung == "cuda.split_k"
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "rung"),
+    [
+        ((777,), 768, 3072, "cuda.split_k"),
+        ((3, 259), 3072, 768, "cuda.split_k"),
+        ((777,), 4096, 14336, "cuda.persistent"),
+        ((4096,), 4096, 4096, "cuda.persistent"),
+    ],
+)
+def test_the_plan_of_a_linear_layer_is_that_of_its_product(hopper, rows, columns, k, rung):
+    with FakeTensorMode():
+        input, weight = (torch.empty(*n, k, dtype=torch.bfloat16, device="cuda:0") for n in (rows, (columns,)))
+        plan = selection.plan_of_linear(input, weight)
+        assert plan.rung == rung
+        assert plan == selection.plan(input.flatten(0, -2), weight.mT)
+        assert not plan.pair
+
+
+@pytest.mark.parametrize(("rows", "names"), [(16, ()), (17, ("cuda.persistent",))])
+def test_few_rows_of_a_linear_layer_are_left_to_skinny(hopper, rows, names):
+    input, weight = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (rows, 128))
+    assert selection.rule_of_linear((input, weight, None), {"activation": None}) == names
 
 
 def operands(m: int, n: int, k: int, layout: str) -> tuple[Operand, Operand]:
