@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import kernel_ladder
-from bench.rows import store
+from bench.rows import published, store
 from bench.rows.published import FOLDER
 from bench.rows.store import Row
-from bench.show import claims, rates
+from bench.show import claims, rates, regret
 
 BLOCK = "others"
+#: What names choose may have changed since their rows.
+SINCE = "The choices are of the rows' commit. [Selection](docs/selection.md) has what tables and rules choose now."
 COMMAND = "python -m bench merge FILE --into bench/results/others/GPU.jsonl"
 
 
@@ -23,9 +25,19 @@ def write(_: Mapping[Path, Sequence[Row]], folder: Path = FOLDER / "others") -> 
     return "\n\n".join(_of_gpu(path) for path in sorted(folder.glob("*.jsonl")))
 
 
+def _of_sets(path: Path) -> str:
+    """What names chose in the sets of calls that nobody tuned for, and what their choices cost."""
+    rows = published.with_other_sets(path, [])
+    if not rows:
+        return ""
+    names = list(dict.fromkeys(f"`{row.set.partition(':')[0]}`" for row in rows))
+    where = f", in the set{'s' if len(names) > 1 else ''} {', '.join(names)}"
+    return f"{regret.write_rows(rows, where)}\n\n{SINCE}"
+
+
 def _of_gpu(path: Path) -> str:
     found = store.of_one_machine(store.latest(store.read_given(path)))
-    parts = [f"### {found[0].gpu}", claims.write(path, found)]
+    parts = [f"### {found[0].gpu}", claims.write(path, found), _of_sets(path)]
     for op in kernel_ladder.OPS:
         if mine := [row for row in found if row.op == op]:
             parts.append(f"<details><summary>{op}, every shape</summary>")
