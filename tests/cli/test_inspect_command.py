@@ -199,8 +199,9 @@ def test_a_levels_name_stands_for_what_a_shape_selects():
     assert selected("B2 H4 S1024 D64 causal", "sm_80") != "triton.split_kv"
     decode = next(case.id for case in spec.sweep if case.shapes[0][2] == 1)
     assert selected(decode, "sm_90") == "triton.split_kv"
-    assert selected("B2 H4 S1024 D64 causal", "sm_90") == "triton.warp_specialized"
-    assert selected("B2 H4 S1024 D64 causal", "sm_80") != "triton.warp_specialized", "which has no code for it"
+    assert selected("B2 H4 S1024 D64 causal", "sm_90") == "triton.flash", "few tiles"
+    assert selected("B4 H16 S4096 D128 causal", "sm_90") == "triton.warp_specialized"
+    assert selected("B4 H16 S4096 D128 causal", "sm_80") != "triton.warp_specialized", "which has no code for it"
 
 
 @pytest.mark.parametrize("level", ["torch", "compile", "triton"])
