@@ -19,10 +19,10 @@ def left_out(sweep: Sweep, todo: Sequence[Group], note: Callable[[str], None]) -
         note(f"clock, power and temperature are not recorded: {reason}")
     for name, reason in AT_QUICK_CASES.items():
         takes = [group for group in todo if name in sweep.known(group)]
-        left_out = sum(not sweep.selection.has_time_for(name, group) for group in takes)
-        if left_out and sweep.device.type == "cuda":
+        missing = sum(not sweep.selection.has_time_for(name, group) for group in takes)
+        if missing and sweep.device.type == "cuda":
             option = "--peers" if name.startswith(f"{peers.LEVEL}.") else "--backend"
             note(
-                f"{name} ({reason}) is left out at {left_out} of {len(takes)} cases; "
+                f"{name} ({reason}) is left out at {missing} of {len(takes)} cases; "
                 f"{option} {name.removeprefix(f'{peers.LEVEL}.')} measures it at all of them"
             )

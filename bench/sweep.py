@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -138,9 +138,7 @@ class Sweep:
         except torch.OutOfMemoryError:
             for pass_ in group.passes:
                 for variant in wanted[pass_]:
-                    self._give_up(
-                        self._row(spec, group, pass_, variant.name), NO_MEMORY.format("the float64 oracle"), True
-                    )
+                    self._no_memory(self._row(spec, group, pass_, variant.name), "the float64 oracle")
             return
         for pass_ in group.passes:
             if wanted[pass_]:
@@ -183,9 +181,7 @@ class Sweep:
                 copies = candidates.Copies.of(expected, backward, self.device, group.case.together)
         except torch.OutOfMemoryError:
             for variant in shown:
-                self._give_up(
-                    self._row(spec, group, pass_, variant.name), NO_MEMORY.format("copies of the inputs"), True
-                )
+                self._no_memory(self._row(spec, group, pass_, variant.name), "copies of the inputs")
             return []
         launches: dict[str, timing.Launch] = {}
         done: list[Row] = []
@@ -218,7 +214,7 @@ class Sweep:
                 if len(launches.keys() - {baseline}) > 1:
                     return [*short, *(v for v in shown if v.name in launches)]
                 for row in done:
-                    self._give_up(row, NO_MEMORY.format("emptying the L2 beside what is timed"), True)
+                    self._no_memory(row, "emptying the L2 beside what is timed")
                 return short
             del copies, launch
             launches.clear()  # frees the memory of their graphs, which a ceiling may need
@@ -326,8 +322,9 @@ class Sweep:
     def _alone(self, needed: bool = True) -> Iterator[None]:
         """The GPU for this process alone, if that is needed. The wait for it is a phase of its own."""
         with ExitStack() as stack:
-            with self.phases(phases.WAIT):
-                stack.enter_context(alone.alone(self.device) if needed else nullcontext())
+            if needed:
+                with self.phases(phases.WAIT):
+                    stack.enter_context(alone.alone(self.device))
             yield
 
     def _check_alive(self, last: str) -> None:
@@ -344,6 +341,9 @@ class Sweep:
             self.postponed += 1
         else:
             self.emit(row)
+
+    def _no_memory(self, row: Row, what: str) -> None:
+        self._give_up(row, NO_MEMORY.format(what), for_memory=True)
 
     def _empty_levels(self, group: Group, pass_: str) -> Iterator[str]:
         """Selected levels that have no variant because they could not be loaded."""

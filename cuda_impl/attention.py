@@ -9,7 +9,7 @@ import torch
 from cuda_impl import climb, unsupported
 from cuda_impl.built_for import no_code, without_wgmma
 from kernel_ladder import gpu
-from kernel_ladder.selection.attention import backward_on_hopper, multiprocessors
+from kernel_ladder.selection.attention import backward_on_hopper
 from kernel_ladder.semantics import philox
 from kernel_ladder.semantics.masks import NO_WINDOW, band
 from kernel_ladder.semantics.scale import scale_of
@@ -184,8 +184,8 @@ def _with_readable_output(name: str, saved: tuple) -> tuple:
 def _register(name: str, unsupported, backward_of: Callable[[int, int, int, int], str]) -> None:
     """Add a step of the climb.
 
-    `backward_of` names its backward by the largest head dimension and the number of keys: its own, or that of an
-    earlier step, which takes the same lse.
+    `backward_of` names its backward by the largest head dimension, the numbers of keys and of their heads in all
+    sequences, and the GPU's multiprocessors: its own, or that of an earlier step, which takes the same lse.
     """
     run = getattr(torch.ops.kernel_ladder.attention, name)
     takes_output = name != "naive"
@@ -230,7 +230,7 @@ def _register(name: str, unsupported, backward_of: Callable[[int, int, int, int]
         grad, grad_lse = (grad[0], grad[1].contiguous()) if isinstance(grad, tuple) else (grad, None)
         key, head_dim = saved[1], max(saved[0].shape[-1], saved[2].shape[-1])
         heads_kv = concrete(key.shape[0]) * concrete(key.shape[1])
-        step = backward_of(head_dim, concrete(key.shape[-2]), heads_kv, multiprocessors(key))
+        step = backward_of(head_dim, concrete(key.shape[-2]), heads_kv, gpu.multiprocessors(key))
         run_backward = getattr(torch.ops.kernel_ladder.attention_backward, step)
         if len(saved) > KEEPING_ALL:
             run_backward = torch.ops.kernel_ladder.attention_dropout_backward.flash

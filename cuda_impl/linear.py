@@ -107,7 +107,7 @@ def _register(name: str) -> None:
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if name == "split_k":
-            plan = selection.plan_of_linear(input, weight)
+            plan = selection.plan(input, weight.mT)
             return overload(input, weight, bias, activation or "none", keep, plan.rows, plan.columns, plan.splits)
         if asks_for_tf32:
             # Only where the switch is on does `unsupported` let float32 come here.

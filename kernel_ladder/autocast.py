@@ -23,7 +23,8 @@ from kernel_ladder.table import untraced
 #: Whether autocast is on for any device type. Where it is off, a call asks nothing else.
 is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
-LOWER, FLOAT32 = "lower precision", "float32"
+#: What becomes of a call. With the last it reads what it is given and its result is float32: nothing is copied.
+LOWER, FLOAT32, FLOAT32_RESULT = "lower precision", "float32", "float32 result"
 
 #: What PyTorch's lists do to an operation where they have the operator that it stands for.
 _POLICY = {
@@ -34,16 +35,13 @@ _POLICY = {
     "attention_varlen": ("aten::scaled_dot_product_attention", LOWER),
     "attention_paged": ("aten::scaled_dot_product_attention", LOWER),
     "softmax": ("aten::softmax.int", FLOAT32),
-    "cross_entropy": ("aten::cross_entropy_loss", FLOAT32),
+    "cross_entropy": ("aten::cross_entropy_loss", FLOAT32_RESULT),
     "sum": ("aten::sum.dim_IntList", FLOAT32),
     "layer_norm": ("aten::layer_norm", FLOAT32),
     "rms_norm": ("aten::rms_norm", FLOAT32),
     "add_rms_norm": ("aten::rms_norm", FLOAT32),
     "bias_dropout_add_layer_norm": ("aten::layer_norm", FLOAT32),
 }
-
-#: Operations that compute in float32 what they read in 16 bits: their results are float32, and nothing is copied.
-_READS_16_BITS = frozenset(("cross_entropy",))
 
 #: Arguments that an operation adds or multiplies elementwise, by their places; PyTorch promotes these.
 _PROMOTED = {
@@ -88,7 +86,7 @@ def converted(op: str, inputs: Inputs) -> Inputs:
     """The arguments of a call as PyTorch's autocast gives them to the operation."""
     device_type = inputs[0].device.type
     kind = policy(op, device_type)
-    if kind is None or op in _READS_16_BITS:
+    if kind is None or kind is FLOAT32_RESULT:
         return inputs
     dtype = torch.float32 if kind is FLOAT32 else torch.get_autocast_dtype(device_type)
 

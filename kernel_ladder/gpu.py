@@ -88,6 +88,11 @@ def of(index: int) -> Gpu:
     return _pretended or _real(index)
 
 
+def multiprocessors(x: torch.Tensor) -> int:
+    """Those of a tensor's GPU; an H100's where there is no GPU to ask."""
+    return of(x.get_device()).multiprocessors if x.is_cuda and visible() else KNOWN["H100"].multiprocessors
+
+
 def current() -> Gpu:
     """The GPU that PyTorch launches on."""
     return _pretended or _real(torch.cuda.current_device())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -41,6 +41,14 @@ def concrete(size: int | torch.SymInt) -> int:
         return size
     hint = size.node.hint  # type: ignore[union-attr]
     return 1 if hint is None else int(hint)
+
+
+def product_of(sizes: Iterable[int | torch.SymInt]) -> int:
+    """The product of sizes, each as :func:`concrete`. A loop: torch.compile traces no ``map`` in ``math.prod``."""
+    product = 1
+    for size in sizes:
+        product *= concrete(size)
+    return product
 
 
 def dense_at_a_glance(x: torch.Tensor) -> bool:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import kernel_ladder
 from bench.rows import published, store
-from bench.rows.published import FOLDER
 from bench.rows.store import Row
 from bench.show import claims, rates, regret
 
@@ -20,7 +19,7 @@ SINCE = "The choices are of the rows' commit. [Selection](docs/selection.md) has
 COMMAND = "python -m bench merge FILE --into bench/results/others/GPU.jsonl"
 
 
-def write(_: Mapping[Path, Sequence[Row]], folder: Path = FOLDER / "others") -> str:
+def write(_: Mapping[Path, Sequence[Row]], folder: Path = published.FOLDER / "others") -> str:
     """Of each GPU the comparison with other libraries, then each operation's rates, with their commit."""
     return "\n\n".join(_of_gpu(path) for path in sorted(folder.glob("*.jsonl")))
 

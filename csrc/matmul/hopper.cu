@@ -106,7 +106,8 @@ bool sharing_pays(const Tiled& p, int64_t k_tiles, int64_t workers) {
     if (pairs < workers) return false;
     const int64_t unshared = ceil_div(pairs, workers) * k_tiles;
     const int64_t saved = unshared - ceil_div(pairs * k_tiles, workers);
-    const int64_t far = std::max<int64_t>(0, (pairs % workers + workers) * k_tiles / workers - NEAR_STAGES);
+    const int shared = shared_tiles(static_cast<int>(pairs), static_cast<int>(k_tiles), static_cast<int>(workers));
+    const int64_t far = std::max<int64_t>(0, shared * k_tiles / workers - NEAR_STAGES);
     return saved > FIXUP_STAGES + far * 4 / 7 + unshared / 32;  // of a small gain the model is not sure
 }
 

@@ -12,7 +12,7 @@ from kernel_ladder import gpu
 from kernel_ladder.selection.matmul import is_hopper
 from kernel_ladder.semantics.masks import NO_WINDOW, band, keys_of_window
 from kernel_ladder.spec import Inputs, Options
-from kernel_ladder.tracing import concrete, wants_gradient
+from kernel_ladder.tracing import concrete, product_of, wants_gradient
 
 #: Head dimensions up to this one take tiles of 64 columns (csrc/attention/wgmma.cu, persistent.cu).
 NARROW_HEAD = 64
@@ -27,8 +27,6 @@ WGMMA_OVERHEAD = 30
 PERSISTENT_OVERHEAD = 90
 WGMMA_PER_CENT = 109
 WGMMA_LONGEST = 2
-#: Multiprocessors where there is no GPU to ask: those of an H100.
-MULTIPROCESSORS = 132
 #: Queries that share a head of keys, up to which ``split_kv`` takes the call.
 SPLIT_ROWS = 16
 #: Keys that a query sees through a window up to which ``triton.tma`` is ahead of ``triton.warp_specialized``: it takes
@@ -51,11 +49,6 @@ BACKWARD_KEYS = 128
 #: Rows of a packed sequence, in the mean, from which `warp_specialized` takes the backward pass. It pads the sums of
 #: dQ, in float32, to whole tiles of each sequence: shorter ones would multiply their memory.
 SHORTEST_PACKED = 32
-
-
-def multiprocessors(x: torch.Tensor) -> int:
-    """Those of a tensor's GPU."""
-    return gpu.of(x.get_device()).multiprocessors if x.is_cuda and gpu.visible() else MULTIPROCESSORS
 
 
 def _scores(
@@ -109,7 +102,7 @@ def prefer_wgmma(inputs: Inputs, options: Options) -> tuple[str, ...]:
     is_causal, window = options.get("is_causal", False), tuple(options.get("window_size", NO_WINDOW))
     # torch.compile traces the arithmetic, with symbolic lengths; other calls remember it by length.
     cheaper = _wgmma_is_cheaper if is_compiling() else _known
-    return ("cuda.wgmma",) if cheaper(heads, seqlen_q, seqlen_k, is_causal, window, multiprocessors(query)) else ()
+    return ("cuda.wgmma",) if cheaper(heads, seqlen_q, seqlen_k, is_causal, window, gpu.multiprocessors(query)) else ()
 
 
 def triton_without_specialized_warps(inputs: Inputs, options: Options) -> tuple[str, ...]:
@@ -124,10 +117,10 @@ def triton_without_specialized_warps(inputs: Inputs, options: Options) -> tuple[
     query, key, value = inputs[:3]
     if few_queries(query, key) or wants_gradient(query, key, value):
         return ()
-    tiles = math.prod(map(concrete, query.shape[:-2])) * -(-concrete(query.shape[-2]) // TRITON_QUERIES)
+    tiles = product_of(query.shape[:-2]) * -(-concrete(query.shape[-2]) // TRITON_QUERIES)
     narrow = max(concrete(query.shape[-1]), concrete(value.shape[-1])) <= NARROW_HEAD
     short = bool(options.get("is_causal")) or concrete(key.shape[-2]) <= SHORT_OF_TRITON
-    return ("triton.flash",) if tiles <= 2 * multiprocessors(query) or (narrow and short) else ()
+    return ("triton.flash",) if tiles <= 2 * gpu.multiprocessors(query) or (narrow and short) else ()
 
 
 def few_queries(query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -189,7 +182,7 @@ def triton_for_gradients_of_packed(inputs: Inputs, options: Options) -> tuple[st
     return () if widest <= WIDEST_BACKWARD and query.is_cuda and is_hopper(query.get_device()) else ("triton.flash",)
 
 
-def backward_on_hopper(head_dim: int, keys: int, heads_kv: int, sms: int = MULTIPROCESSORS) -> str:
+def backward_on_hopper(head_dim: int, keys: int, heads_kv: int, sms: int) -> str:
     """Whose backward pass is the fastest on Hopper, for the rungs of attention that have none of their own.
 
     `heads_kv` are those of all sequences. A block of ``warp_specialized`` has 128 keys of one; where blocks are fewer

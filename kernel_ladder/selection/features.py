@@ -5,8 +5,7 @@ A category must be the same; sizes are compared by their ratios. Every operation
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape
 from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.semantics.reduction import reduced_dims
 from kernel_ladder.spec import Inputs, Options
-from kernel_ladder.tracing import concrete
+from kernel_ladder.tracing import concrete, product_of
 
 #: TMA and vectorized loads read rows that begin at multiples of these bytes.
 ALIGNMENT = 16
@@ -34,10 +33,6 @@ class Features(NamedTuple):
 
 def _sizes(*sizes: Any) -> tuple[int, ...]:
     return tuple([max(concrete(size), 1) for size in sizes])
-
-
-def _product(sizes: Iterable[Any]) -> int:
-    return math.prod(concrete(size) for size in sizes)
 
 
 def _bits(x: torch.Tensor) -> str:
@@ -67,7 +62,7 @@ def _shape_of_product(aligned: bool, n: Any, k: Any) -> str:
 
 def _matmul(inputs: Inputs, options: Options) -> Features:
     a, b = as_matrices(inputs[0], inputs[1])  # type: ignore[arg-type]
-    batches = _product(batch_shape(a, b))
+    batches = product_of(batch_shape(a, b))
     words = [_precision(a), _shape_of_product(is_aligned(a) and is_aligned(b), b.shape[-1], a.shape[-1])]
     return Features(", ".join(words), _sizes(batches, a.shape[-2], b.shape[-1], a.shape[-1]))
 
@@ -76,7 +71,7 @@ def _linear(inputs: Inputs, options: Options) -> Features:
     x, weight = inputs[:2]
     assert x is not None
     assert weight is not None
-    k, rows = concrete(x.shape[-1]), _product(x.shape[:-1])
+    k, rows = concrete(x.shape[-1]), product_of(x.shape[:-1])
     aligned = k * x.element_size() % ALIGNMENT == 0 and is_aligned(weight)
     activation = "activation" if options.get("activation") is not None else "no activation"
     words = [_precision(x), _shape_of_product(aligned, weight.shape[0], k), activation]
@@ -93,7 +88,7 @@ def _linear_float8(inputs: Inputs, options: Options) -> Features:
     aligned = concrete(k) % ALIGNMENT == 0 and is_aligned(weight)
     scales = "a scale a row" if scale.dim() else "one scale"
     dtype = str(options["out_dtype"]).removeprefix("torch.")
-    return Features(f"{dtype}, {_shape_of_product(aligned, n, k)}, {scales}", _sizes(_product(x.shape[:-1]), n, k))
+    return Features(f"{dtype}, {_shape_of_product(aligned, n, k)}, {scales}", _sizes(product_of(x.shape[:-1]), n, k))
 
 
 def _linear_cross_entropy(inputs: Inputs, options: Options) -> Features:
@@ -101,7 +96,7 @@ def _linear_cross_entropy(inputs: Inputs, options: Options) -> Features:
     assert x is not None
     assert weight is not None
     assert target is not None
-    return Features(_precision(x), _sizes(_product(target.shape), x.shape[-1], weight.shape[0]))
+    return Features(_precision(x), _sizes(product_of(target.shape), x.shape[-1], weight.shape[0]))
 
 
 def _seen(options: Options) -> str:
@@ -123,7 +118,7 @@ def _attention(inputs: Inputs, options: Options) -> Features:
     words = [_bits(query), _seen(options), mask, _heads(query.shape[-3], key.shape[-3])]
     keys, seen = concrete(key.shape[-2]), keys_of_window(options)  # through a window, a call's length says little
     keys = keys if seen is None else min(keys, seen)
-    sizes = (_product(query.shape[:-2]), query.shape[-2], keys, query.shape[-1], value.shape[-1])
+    sizes = (product_of(query.shape[:-2]), query.shape[-2], keys, query.shape[-1], value.shape[-1])
     return Features(", ".join(words), _sizes(*sizes))
 
 
@@ -161,7 +156,7 @@ def _rows(*words: str, dims: Callable[[torch.Tensor, Options], int] = lambda x, 
         x = inputs[0]
         assert x is not None
         row = dims(x, options)
-        length, count = _product(x.shape[x.dim() - row :]), _product(x.shape[: x.dim() - row])
+        length, count = product_of(x.shape[x.dim() - row :]), product_of(x.shape[: x.dim() - row])
         return Features(
             ", ".join([_bits(x), *(f"{word} {options.get(word)}" for word in words)]), _sizes(count, length)
         )
@@ -196,7 +191,7 @@ def _sum(inputs: Inputs, options: Options) -> Features:
     summed = reduced_dims(options["dim"], x.dim())
     kept = [d for d in range(x.dim()) if d not in summed]
     form = "rows" if kept and summed[0] > kept[-1] else "columns" if kept and summed[-1] < kept[0] else "mixed"
-    sizes = _product(x.shape[d] for d in kept), _product(x.shape[d] for d in summed)
+    sizes = product_of(x.shape[d] for d in kept), product_of(x.shape[d] for d in summed)
     return Features(f"{_bits(x)}, {form if kept else 'all'}", _sizes(*sizes))
 
 
@@ -208,7 +203,7 @@ def _cross_entropy(inputs: Inputs, options: Options) -> Features:
     place = class_dim(x)
     words = [_bits(x), "rows" if place == x.dim() - 1 else "columns"]
     words.append("smoothed" if options["label_smoothing"] else "not smoothed")
-    return Features(", ".join(words), _sizes(_product(target.shape), x.shape[place]))
+    return Features(", ".join(words), _sizes(product_of(target.shape), x.shape[place]))
 
 
 def _rope(inputs: Inputs, options: Options) -> Features:
@@ -216,7 +211,7 @@ def _rope(inputs: Inputs, options: Options) -> Features:
     assert x is not None
     pairs = "neighbours" if options["interleaved"] else "halves"
     offsets = ", offsets" if len(inputs) > 2 and inputs[2] is not None else ""
-    return Features(f"{_bits(x)}, {pairs}{offsets}", _sizes(_product(x.shape[:-1]), x.shape[-1]))
+    return Features(f"{_bits(x)}, {pairs}{offsets}", _sizes(product_of(x.shape[:-1]), x.shape[-1]))
 
 
 FEATURES: dict[str, Callable[[Inputs, Options], Features]] = {

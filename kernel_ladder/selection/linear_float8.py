@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from kernel_ladder.spec import Inputs, Options
-from kernel_ladder.tracing import concrete
+from kernel_ladder.tracing import concrete, product_of
 
 #: Rows, or outputs, for which `tiled` has tiles of their own: as in ``triton_impl/linear_float8/tiled.py``.
 THIN = 64
@@ -16,7 +14,7 @@ def tiled_where_thin(inputs: Inputs, options: Options) -> tuple[str, ...]:
     input, weight = inputs[:2]
     assert input is not None
     assert weight is not None
-    rows = math.prod(map(concrete, input.shape[:-1]))
+    rows = product_of(input.shape[:-1])
     return ("triton.tiled",) if min(rows, concrete(weight.shape[0])) <= THIN else ()
 
 

@@ -7,7 +7,6 @@ which it predicts to a tenth; docs/selection.md has its error on the rows of an 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from kernel_ladder.selection.matmul_parts import Operand, Part
 from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape
 from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.spec import Inputs, Options
-from kernel_ladder.tracing import concrete
+from kernel_ladder.tracing import concrete, product_of
 
 
 class Tile(NamedTuple):
@@ -290,27 +289,6 @@ def plan(input: torch.Tensor, other: torch.Tensor) -> Plan:
     return found
 
 
-def plan_of_linear(input: torch.Tensor, weight: torch.Tensor) -> Plan:
-    """The plan of ``linear(input, weight)`` on Hopper, whose operands are dense along K, by the product's sizes."""
-    plans = _plans(input.get_device())
-    key = ("linear", input.shape, weight.shape, input.dtype)
-    try:
-        if (known := plans.get(key)) is not None:
-            return known
-    except TypeError:  # symbols of torch.compile have no hash
-        return _plan_of_linear(input, weight)
-    if len(plans) >= MAX_PLANS:
-        plans.clear()
-    plans[key] = found = _plan_of_linear(input, weight)
-    return found
-
-
-def _plan_of_linear(input: torch.Tensor, weight: torch.Tensor) -> Plan:
-    n, k = map(concrete, weight.shape)
-    m = math.prod(map(concrete, input.shape[:-1]))
-    return plan_of(m, n, k, 1, 1, 1, input.element_size(), False, blocks_at_once(input.get_device()))
-
-
 def _plan(input: torch.Tensor, other: torch.Tensor) -> Plan:
     return plan_of(*_sizes(input, other))
 
@@ -321,7 +299,7 @@ def _sizes(input: torch.Tensor, other: torch.Tensor) -> tuple[Any, ...]:
     if b.dim() > 2 and 0 not in b.shape[:-2] and not any(b.stride()[:-2]):
         b = b.as_strided(b.shape[-2:], b.stride()[-2:])  # one matrix for the whole batch
     a, b = as_matrices(a, b)
-    batches = math.prod(concrete(size) for size in batch_shape(a, b))
+    batches = product_of(batch_shape(a, b))
     a_batches, b_batches = (batches if x.dim() > 2 and any(x.stride()[:-2]) else 1 for x in (a, b))
     m, n, k = concrete(a.shape[-2]), concrete(b.shape[-1]), concrete(a.shape[-1])
     item = a.element_size()
@@ -355,7 +333,7 @@ def rule_of_linear(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """Prefers ``cuda.persistent`` to ``cuda.split_k``, which no GPU has timed yet; not where rows are few."""
     input = inputs[0]
     assert input is not None
-    return () if math.prod(map(concrete, input.shape[:-1])) <= FEWEST_ROWS else ("cuda.persistent",)
+    return () if product_of(input.shape[:-1]) <= FEWEST_ROWS else ("cuda.persistent",)
 
 
 RULES = {("matmul", "cuda"): rule, ("linear", "cuda"): rule_of_linear}

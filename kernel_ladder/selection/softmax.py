@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from kernel_ladder.spec import Inputs, Options
-from kernel_ladder.tracing import concrete, wants_gradient
+from kernel_ladder.tracing import concrete, product_of, wants_gradient
 
 #: Bytes of a vector, and of the shortest rows for which this is the choice.
 VECTOR, LEAST = 16, 8192
@@ -28,7 +26,7 @@ def where_unaligned(inputs: Inputs, options: Options) -> tuple[str, ...]:
     columns = concrete(x.shape[dim])
     if columns * x.element_size() % VECTOR == 0 or columns * x.element_size() < LEAST:
         return ()
-    if math.prod(map(concrete, x.shape)) <= ROWS_AT_ONCE * columns:
+    if product_of(x.shape) <= ROWS_AT_ONCE * columns:
         return ("cuda.cluster", "cuda.online")
     return ("cuda.shared", "cuda.online") if wants_gradient(x) else ("cuda.online",)
 

@@ -16,8 +16,6 @@ SPLIT_TILE = 64
 MIN_ROWS = 16
 #: The largest tile of `persistent`: as in ``triton_impl/matmul/descriptors.py``.
 LARGEST_TILE = 128, 256
-#: Multiprocessors where there is no GPU to ask: those of an H200.
-MULTIPROCESSORS = 132
 
 
 def _tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
@@ -36,7 +34,7 @@ def matmul(inputs: Inputs, options: Options) -> tuple[str, ...]:
     a, b = as_matrices(input, other)
     (m, k), n = a.shape[-2:], b.shape[-1]
     batch = batch_shape(a, b)
-    sms = gpu.of(input.get_device()).multiprocessors if input.is_cuda and gpu.visible() else MULTIPROCESSORS
+    sms = gpu.multiprocessors(input)
     if not batch and k >= MIN_SPLIT_K:
         side = max(min(m, n, SPLIT_TILE), MIN_ROWS)
         if 2 * _tiles(m, n, (side, SPLIT_TILE)) <= sms:

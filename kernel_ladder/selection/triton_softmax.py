@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from kernel_ladder.spec import Inputs, Options
-from kernel_ladder.tracing import concrete, wants_gradient
+from kernel_ladder.tracing import concrete, product_of, wants_gradient
 
 #: The longest rows at which `fused` is as fast as `cluster` (H100).
 FUSED = 8192
-
-
 #: Rows that clusters of sixteen blocks take at once on a GPU of 132 multiprocessors.
 ROWS_AT_ONCE = 8
 #: A cluster takes a power of two of elements. Padded by more than this factor, `online` is ahead without a gradient
@@ -29,7 +25,7 @@ def softmax(inputs: Inputs, options: Options) -> tuple[str, ...]:
     if n_cols <= FUSED:
         return ("triton.fused",)
     columns = concrete(n_cols)
-    if math.prod(map(concrete, x.shape)) <= ROWS_AT_ONCE * columns:
+    if product_of(x.shape) <= ROWS_AT_ONCE * columns:
         return ("triton.cluster",)
     padded = 1 << (columns - 1).bit_length() > MOST_PADDING * columns and not wants_gradient(x)
     return ("triton.online",) if padded or columns * x.element_size() % 16 else ("triton.cluster",)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from kernel_ladder.selection import matmul
 from kernel_ladder.selection.features import ALIGNMENT, is_aligned
 from kernel_ladder.spec import Inputs, Options
-from kernel_ladder.tracing import concrete
+from kernel_ladder.tracing import concrete, product_of
 
 #: Multiply-adds of a product from which on the gain is more than what a call costs on the host.
 LEAST = 2**28
@@ -22,18 +20,16 @@ def _is_aligned(x: torch.Tensor) -> bool:
     return concrete(x.storage_offset()) * x.element_size() % ALIGNMENT == 0 and is_aligned(x)
 
 
-def _only_the_product(input: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both operands are aligned, so that the rows of their product alone begin anywhere."""
-    return _is_aligned(input) and _is_aligned(other)
-
-
-def _is_worth_it(input: torch.Tensor, other: torch.Tensor, columns: int | torch.SymInt) -> bool:
+def _before_cuda(input: torch.Tensor, other: torch.Tensor, columns: int | torch.SymInt) -> tuple[str, ...] | None:
+    """What is ahead of the cuda level, which is ahead of cuBLAS; None where cuBLAS is not behind."""
     if not input.is_cuda or input.dtype not in (torch.float16, torch.bfloat16) or min(input.dim(), other.dim()) < 2:
-        return False
+        return None
     n = concrete(columns)
-    if not matmul.is_hopper(input.get_device()) or math.prod(map(concrete, input.shape)) * n < LEAST:
-        return False
-    return n * input.element_size() % ALIGNMENT != 0 or not _only_the_product(input, other)
+    if not matmul.is_hopper(input.get_device()) or product_of(input.shape) * n < LEAST:
+        return None
+    if not (_is_aligned(input) and _is_aligned(other)):
+        return ()
+    return OF_ALIGNED_OPERANDS if n * input.element_size() % ALIGNMENT else None
 
 
 def matmul_where_unaligned(inputs: Inputs, options: Options) -> tuple[str, ...]:
@@ -46,9 +42,8 @@ def matmul_where_unaligned(inputs: Inputs, options: Options) -> tuple[str, ...]:
     input, other = inputs[:2]
     assert input is not None
     assert other is not None
-    if not _is_worth_it(input, other, other.shape[-1]):
-        return ()
-    return (*OF_ALIGNED_OPERANDS * _only_the_product(input, other), *matmul.rule(inputs, options))
+    first = _before_cuda(input, other, other.shape[-1])
+    return () if first is None else (*first, *matmul.rule(inputs, options))
 
 
 def linear_where_unaligned(inputs: Inputs, options: Options) -> tuple[str, ...]:
@@ -59,9 +54,8 @@ def linear_where_unaligned(inputs: Inputs, options: Options) -> tuple[str, ...]:
     input, weight = inputs[:2]
     assert input is not None
     assert weight is not None
-    if not _is_worth_it(input, weight, weight.shape[0]):
-        return ()
-    return (*OF_ALIGNED_OPERANDS * _only_the_product(input, weight), "cuda.persistent")
+    first = _before_cuda(input, weight, weight.shape[0])
+    return () if first is None else (*first, "cuda.persistent")
 
 
 RULES = {("matmul", "auto"): matmul_where_unaligned, ("linear", "auto"): linear_where_unaligned}

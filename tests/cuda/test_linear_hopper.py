@@ -134,7 +134,7 @@ TILES = [tile[:2] for tile in selection.TILES if not tile.pair]
 def test_every_tile_and_number_of_splits(split_k, dtype, tile, splits, activation, monkeypatch):
     """Whole tiles, ragged ones, columns that no store of 16 bytes fits, one row, and several waves."""
     plan = selection.Plan("cuda.split_k", *tile, splits, False)
-    monkeypatch.setattr(selection, "plan_of_linear", lambda input, weight: plan)
+    monkeypatch.setattr(selection, "plan", lambda input, other: plan)
     for m, n, k in [(128, 192, 512), (777, 776, 1032), (200, 333, 520), (1, 4096, 2048), (2048, 2056, 584)]:
         input, weight, bias = operands(m, n, k, dtype)
         check(split_k, input, weight, bias, activation)

@@ -72,7 +72,7 @@ def test_batches_are_counted_as_the_kernels_fold_them(hopper):
 def test_the_plan_of_a_linear_layer_is_that_of_its_product(hopper, rows, columns, k, rung):
     with FakeTensorMode():
         input, weight = (torch.empty(*n, k, dtype=torch.bfloat16, device="cuda:0") for n in (rows, (columns,)))
-        plan = selection.plan_of_linear(input, weight)
+        plan = selection.plan(input, weight.mT)
         assert plan.rung == rung
         assert plan == selection.plan(input.flatten(0, -2), weight.mT)
         assert not plan.pair

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernel_ladder
-from kernel_ladder import UnsupportedError, selection, table
+from kernel_ladder import UnsupportedError, gpu, selection, table
 from kernel_ladder.__main__ import main
 from kernel_ladder.selection.attention import (
     backward_on_hopper,
@@ -143,7 +143,7 @@ def test_packed_sequences_with_gradients_prefer_triton(heads_kv):
     ],
 )
 def test_whose_backward_pass_attention_has_on_hopper(head_dim, keys, heads_kv, step):
-    assert backward_on_hopper(head_dim, keys, heads_kv) == step
+    assert backward_on_hopper(head_dim, keys, heads_kv, gpu.KNOWN["H100"].multiprocessors) == step
 
 
 @pytest.mark.parametrize(
@@ -177,3 +177,21 @@ def test_a_window_counts_by_the_keys_that_a_query_sees(options, keys, narrow):
     inputs = tuple(torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta") for _ in range(3))
     assert triton_without_specialized_warps(inputs, options) == (("triton.tma",) if narrow else ())
     assert FEATURES["attention"](inputs, options).sizes == (16, 4096, keys, 128, 128)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+def test_rules_can_be_traced(dynamic):
+    """torch.compile traces a choice where a transform is active: rules count with sizes that may be symbols."""
+
+    def choices(query: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[object, ...]:
+        causal, rows = {"is_causal": True}, (x[:, :768], weight, None)
+        of_attention = [RULES["attention", level]((query,) * 3, causal) for level in ("cuda", "triton")]
+        of_softmax = [RULES["softmax", level]((x,), {"dim": 1}) for level in ("cuda", "triton")]
+        of_linear = [RULES["linear", level](rows, {"activation": None}) for level in ("cuda", "triton", "auto")]
+        return *of_attention, *of_softmax, *of_linear, gpu.multiprocessors(query)
+
+    traced = torch.compile(choices, backend="eager", fullgraph=True, dynamic=dynamic)
+    for batch, length in ((2, 777), (3, 800)):
+        query = torch.zeros(batch, 12, length, 64, dtype=torch.bfloat16)
+        x, weight = torch.zeros(batch + 20, 50257, dtype=torch.bfloat16), torch.zeros(512, 768, dtype=torch.bfloat16)
+        assert traced(query, x, weight) == choices(query, x, weight)

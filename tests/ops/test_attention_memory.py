@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from kernel_ladder import table
+from kernel_ladder import gpu, table
 from kernel_ladder.selection import attention as selection
 from kernel_ladder.spec import Case
 from kernel_ladder.table import Variant
@@ -50,7 +50,7 @@ def workspace(variant: Variant, d: int) -> int:
         return of_warp_specialized(tiles, 64 if d <= 64 else 128) if hopper else of_flash(HEADS * QUERIES)
     step = variant.name.removeprefix("cuda.")
     if step in ("pingpong", "persistent"):
-        step = selection.backward_on_hopper(d, QUERIES, HEADS_KV)
+        step = selection.backward_on_hopper(d, QUERIES, HEADS_KV, gpu.KNOWN["H100"].multiprocessors)
     tiles = HEADS * -(-QUERIES // TILE)
     if step == "wgmma":
         return of_wgmma(tiles)
