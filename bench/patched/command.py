@@ -52,12 +52,10 @@ def main(argv: Sequence[str], console: Console) -> int:
     """Returns the exit code: 0, 1 where a way failed, or 2 for a bad command line."""
     args = _parser().parse_args(argv)
     try:
-        models = [known("model", name, list(SUBJECTS)) for name in split("--model", args.model, SUBJECTS)] or [
-            *SUBJECTS
-        ]
-        by = [known("patch", name, BY) for name in split("--by", args.by, BY)] or [*BY]
-        modes = [known("mode", name, MODES) for name in split("--mode", args.mode, MODES)] or [*MODES]
-        passes = [known("pass", name, PASSES) for name in split("--pass", args.pass_, PASSES)] or [*PASSES]
+        models = _named("--model", "model", args.model, list(SUBJECTS))
+        by = _named("--by", "patch", args.by, BY)
+        modes = _named("--mode", "mode", args.mode, MODES)
+        passes = _named("--pass", "pass", args.pass_, PASSES)
     except UsageError as error:
         print(f"python -m bench patched: {error}", file=sys.stderr)
         return 2
@@ -91,9 +89,9 @@ def main(argv: Sequence[str], console: Console) -> int:
     return int(failed > 0)
 
 
-def _named(option: str, given: Sequence[str] | None, names: Sequence[str]) -> list[str]:
+def _named(option: str, kind: str, given: Sequence[str] | None, names: Sequence[str]) -> list[str]:
     """The names that an option gives, or all."""
-    return [known(option, name, names) for name in split(f"--{option}", given, names)] or [*names]
+    return [known(kind, name, names) for name in split(option, given, names)] or [*names]
 
 
 def _is_here(who: str) -> bool:

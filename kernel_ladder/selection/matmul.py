@@ -330,10 +330,19 @@ def rule(inputs: Inputs, options: Options) -> tuple[str, ...]:
 
 
 def rule_of_linear(inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """Prefers ``cuda.persistent`` to ``cuda.split_k``, which no GPU has timed yet; not where rows are few."""
-    input = inputs[0]
+    """``cuda.split_k`` where the product's plan names it on Hopper, else ``cuda.persistent``; none for few rows."""
+    input, weight = inputs[0], inputs[1]
     assert input is not None
-    return () if product_of(input.shape[:-1]) <= FEWEST_ROWS else ("cuda.persistent",)
+    assert weight is not None
+    if product_of(input.shape[:-1]) <= FEWEST_ROWS:
+        return ()
+    by_split_k = (
+        input.element_size() == 2
+        and input.is_cuda
+        and is_hopper(input.get_device())
+        and plan(input, weight.mT).rung == "cuda.split_k"
+    )
+    return ("cuda.split_k", "cuda.persistent") if by_split_k else ("cuda.persistent",)
 
 
 RULES = {("matmul", "cuda"): rule, ("linear", "cuda"): rule_of_linear}

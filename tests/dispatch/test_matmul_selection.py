@@ -78,10 +78,20 @@ def test_the_plan_of_a_linear_layer_is_that_of_its_product(hopper, rows, columns
         assert not plan.pair
 
 
-@pytest.mark.parametrize(("rows", "names"), [(16, ()), (17, ("cuda.persistent",))])
-def test_few_rows_of_a_linear_layer_are_left_to_skinny(hopper, rows, names):
-    input, weight = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (rows, 128))
-    assert selection.rule_of_linear((input, weight, None), {"activation": None}) == names
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "dtype", "names"),
+    [
+        (16, 128, 64, torch.bfloat16, ()),
+        (17, 128, 64, torch.bfloat16, ("cuda.split_k", "cuda.persistent")),
+        (777, 768, 3072, torch.float16, ("cuda.split_k", "cuda.persistent")),
+        (777, 768, 3072, torch.float32, ("cuda.persistent",)),
+        (4096, 4096, 4096, torch.bfloat16, ("cuda.persistent",)),
+    ],
+)
+def test_the_rung_of_a_linear_layer_is_that_of_its_product_but_for_few_rows(hopper, rows, columns, k, dtype, names):
+    with FakeTensorMode():
+        input, weight = (torch.empty(n, k, dtype=dtype, device="cuda:0") for n in (rows, columns))
+        assert selection.rule_of_linear((input, weight, None), {"activation": None}) == names
 
 
 def operands(m: int, n: int, k: int, layout: str) -> tuple[Operand, Operand]:
