@@ -139,6 +139,16 @@ def no_memory_kept() -> Iterator[None]:
 
 
 @pytest.fixture
+def tf32() -> Iterator[None]:
+    """tf32 is allowed. pytest's monkeypatch would delete the switch at the end: the module computes it when asked."""
+    switch = torch.backends.cuda.matmul
+    before = switch.fp32_precision
+    switch.fp32_precision = "tf32"
+    yield
+    switch.fp32_precision = before
+
+
+@pytest.fixture
 def gpu_memory() -> Iterator[Callable[[float], None]]:
     """Ask for bytes of GPU memory until the test ends: it waits for other workers, or skips where there are too few."""
     with contextlib.ExitStack() as held:

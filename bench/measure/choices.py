@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.measure import sets
-from bench.measure.selection import CONTENDERS, Group
+from bench.measure.selection import CONTENDERS, NAIVE, Group
 from kernel_ladder import table
 from kernel_ladder.selection import explain, preferred_first
 from kernel_ladder.spec import Inputs, as_leaves
@@ -31,7 +31,8 @@ def to_measure(group: Group, device: torch.device) -> set[str]:
             fitting = [v for v in order if v.unsupported(*asked, **options) is None]
             wanted.add(next(iter(fitting), order[0]).name)
             if group.set != sets.SWEEP:
-                wanted.update([v.name for v in climb if v in fitting][:CONTENDERS])
+                last = [v.name for v in climb if v in fitting][:CONTENDERS]
+                wanted.update(name for name in last if not name.endswith(f".{NAIVE}"))
     return wanted
 
 

@@ -36,8 +36,9 @@ ONE_BACKWARD = {
 NEVER_CAPTURED = frozenset(("xla", "compile.reduce_overhead"))
 
 #: Rungs of each level that are measured beside its choice in sets other than the sweep: the last ones that take the
-#: call. The time of the choice over the best of them is its regret.
+#: call. The time of the choice over the best of them is its regret. A naive rung takes up to a thousand times as long.
 CONTENDERS = 4
+NAIVE = "naive"
 
 
 @dataclass(frozen=True)

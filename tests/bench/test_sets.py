@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -73,14 +75,16 @@ def test_rows_of_every_length_are_of_64_mib_and_more():
 
 
 def test_a_set_is_measured_with_contenders_and_says_so(monkeypatch, tmp_path):
-    case = sets.Member(kernel_ladder.spec("softmax").sweep[0], ("a model", "another"))
-    monkeypatch.setattr(sets, "members", lambda set_, op, seed: (case,) if set_ == sets.MODELS else ())
+    case = dataclasses.replace(kernel_ladder.spec("softmax").sweep[0], climb=False)
+    member = sets.Member(case, ("a model", "another"))
+    monkeypatch.setattr(sets, "members", lambda set_, op, seed: (member,) if set_ == sets.MODELS else ())
     selection = Selection(["softmax"], passes=("forward",), set=sets.MODELS)
     (group,) = groups(selection, DEVICE)
     assert (group.set, group.names) == (sets.MODELS, ("a model", "another"))
     run = sweep.Sweep(selection, print, DEVICE)
     measured = {v.name for v in run.chosen(group)}
     assert "torch.builtin" in measured
+    assert "torch.naive" not in measured
     assert run._stands_for(group, "forward", "torch.builtin")
     row = run._row(kernel_ladder.spec("softmax"), group, "forward", "torch.builtin")
     assert (row.set, row.names) == (sets.MODELS, ["a model", "another"])

@@ -23,10 +23,10 @@ SIZES = [(1, 1, 1), (8, 8, 8), (40, 64, 77), (65, 257, 129), (130, 520, 1003), (
 
 
 @pytest.fixture(params=DTYPES, ids=str)
-def dtype(request, monkeypatch) -> torch.dtype:
+def dtype(request) -> torch.dtype:
     found, tf32 = request.param
     if tf32:
-        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+        request.getfixturevalue("tf32")
     return found
 
 

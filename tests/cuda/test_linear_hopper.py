@@ -22,11 +22,6 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.fixture
-def tf32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-
-
-@pytest.fixture
 def persistent(tf32) -> table.Variant:
     found = [v for v in table.variants("linear", "cuda") if v.name == "cuda.persistent"]
     if not found:

@@ -109,11 +109,6 @@ def check(name: str, a: torch.Tensor, b: torch.Tensor, *, rounded: bool = True) 
         assert_product(a, b, autograd.run(variant, (a, b), {}), rounded=rounded)
 
 
-@pytest.fixture
-def tf32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-
-
 SIZES = [
     (1, 1, 1),
     (8, 8, 8),

@@ -143,17 +143,15 @@ def test_numbers_that_leave_the_work_as_it_is_make_no_other_kind(op, changed):
     assert kind_of(op, inputs, options) == kind_of(op, again, {**options, **changed})
 
 
-def test_tf32_is_a_kind_of_its_own():
-    for op in ("matmul", "linear", "linear_cross_entropy"):
-        inputs, options = call_of(op)
-        inputs = [x.float() if x is not None and x.dtype is torch.bfloat16 else x for x in inputs]
-        kinds, before = set(), torch.backends.cuda.matmul.fp32_precision
-        try:
-            for torch.backends.cuda.matmul.fp32_precision in ("ieee", "tf32"):
-                kinds.add(kind_of(op, inputs, options))
-        finally:
-            torch.backends.cuda.matmul.fp32_precision = before
-        assert len(kinds) == 2
+def test_tf32_is_a_kind_of_its_own(request):
+    calls = [(op, *call_of(op)) for op in ("matmul", "linear", "linear_cross_entropy")]
+    calls = [
+        (op, [x.float() if x is not None and x.dtype is torch.bfloat16 else x for x in inputs], options)
+        for op, inputs, options in calls
+    ]
+    before = [kind_of(*call) for call in calls]
+    request.getfixturevalue("tf32")
+    assert all(kind_of(*call) != kind for call, kind in zip(calls, before, strict=True))
 
 
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
