@@ -65,8 +65,8 @@ def build_mask(*args: Any, **given: Any) -> torch.Tensor | CausalWindow | None:
     query that sees every key of its window gives None. All else is what ``sdpa_mask`` gives: patterns with more than a
     window, a padding mask with padding, queries that continue a cache, and tensors of lengths.
 
-    While a call is traced, no padding mask can be read, and windows are tensors. A causal mask of equal lengths is None
-    where there is no padding mask, or that of :func:`without_padding`; ``sdpa_mask`` makes it a tensor in a graph.
+    While a call is traced, no padding mask can be read. Where there is none, or that of :func:`without_padding`, a
+    causal mask of equal lengths is None, which ``sdpa_mask`` makes a tensor in a graph, and a window stays one.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -84,7 +84,14 @@ def build_mask(*args: Any, **given: Any) -> torch.Tensor | CausalWindow | None:
             sees_all = first_key + keys - 1 <= first < first_key + size
             if queries == 1 and sees_all and _all_real(padding, first_key, first_key + keys):
                 return None
-    return None if not args and _is_causal_in_graph(given) else sdpa_mask(*args, **given)
+    if args or not _counts_from_the_first_in_graph(given):
+        return sdpa_mask(*args, **given)
+    size, keys = given.get("local_size"), given["kv_length"]
+    if size is None or keys < size:
+        return None
+    if _is_window_of(given.get("config"), given):
+        return CausalWindow(size, (given["batch_size"], 1, keys, keys), given.get("device", "cpu"))
+    return sdpa_mask(**given)
 
 
 def takes_padding(model: Any) -> bool:
@@ -100,7 +107,8 @@ def without_padding(module: torch.nn.Module, args: tuple[Any, ...], given: dict[
     read them, and makes a mask of each query and key. A call that gives no positions has none but its tokens' own.
     """
     tokens = args[0] if len(args) == 1 else given.get("input_ids")
-    silent = all(given.get(name) is None for name in ("attention_mask", "position_ids", "past_key_values"))
+    told = ("attention_mask", "position_ids", "past_key_values", "cache")  # the last two are one, by transformers' age
+    silent = all(given.get(name) is None for name in told)
     if not torch.compiler.is_compiling() or len(args) > 1 or tokens is None or not silent:
         return None
     mask = torch.ones((), dtype=torch.bool, device=tokens.device).expand(tokens.shape[0], tokens.shape[1])
@@ -112,15 +120,24 @@ def _repeats_one_element(padding: Any) -> bool:
     return isinstance(padding, torch.Tensor) and padding.dim() == 2 and padding.stride() == (0, 0)
 
 
-def _is_causal_in_graph(given: dict[str, Any]) -> bool:
-    """Whether torch.compile traces a mask of equal lengths that is causal and nothing else."""
+def _counts_from_the_first_in_graph(given: dict[str, Any]) -> bool:
+    """Whether torch.compile traces a mask without padding, of as many queries as keys, that may be left away."""
     if given.get("attention_mask") is not None or not torch.compiler.is_compiling():
         return False
-    queries, keys, size = given["q_length"], given["kv_length"], given.get("local_size")
-    if not given.get("allow_is_causal_skip", True) or (size is not None and keys >= size):
+    if not given.get("allow_is_causal_skip", True):
         return False
     offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
-    return all(isinstance(n, int) and n == 0 for n in offsets) and bool(queries == keys)
+    return all(isinstance(n, int) and n == 0 for n in offsets) and bool(given["q_length"] == given["kv_length"])
+
+
+def _is_window_of(config: Any, given: dict[str, Any]) -> bool:
+    """Whether a mask of ``local_size`` is a causal window in a graph, where its function cannot be looked at.
+
+    transformers' masks of chunks have a ``local_size`` too, of another name in the configuration, and those of windows
+    on both sides have another keyword.
+    """
+    chunk, window = (getattr(config, name, None) for name in ("attention_chunk_size", "sliding_window"))
+    return "allow_is_causal_skip" in given and chunk is None and window == given["local_size"]
 
 
 def _is_causal_window(given: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 
 import pytest
 import torch
@@ -89,6 +90,44 @@ def test_other_code_sees_a_tensor():
     assert copy.deepcopy(window).size == 3
 
 
+#: Configurations, arguments, and what they become in a graph, where no function of a mask can be looked at.
+WINDOWED, CHUNKED = (types.SimpleNamespace(**{name: 4}) for name in ("sliding_window", "attention_chunk_size"))
+IN_GRAPHS = {
+    "a window": (WINDOWED, (6, 6), {}, CausalWindow),
+    "as long as the window": (WINDOWED, (4, 4), {}, CausalWindow),
+    "shorter than the window": (WINDOWED, (3, 3), {}, type(None)),
+    "padding": (WINDOWED, (6, 6), {"attention_mask": PADDED}, torch.Tensor),
+    "what may be padding": (WINDOWED, (6, 6), {"attention_mask": REAL}, torch.Tensor),
+    "places of a static cache": (WINDOWED, (6, 9), {}, torch.Tensor),
+    "tokens after a cache": (WINDOWED, (3, 6), {"q_offset": 3}, torch.Tensor),
+    "packed sequences": (WINDOWED, (6, 6), {"mask_function": PACKED, "allow_is_causal_skip": False}, torch.Tensor),
+    "chunks": (CHUNKED, (6, 6), {"mask_function": CHUNKS}, torch.Tensor),
+    "another window": (WINDOWED, (6, 6), {"local_size": 3}, torch.Tensor),
+}
+
+
+@pytest.mark.parametrize("name", list(IN_GRAPHS))
+def test_a_mask_in_a_graph_hides_what_transformers_hides(name, monkeypatch):
+    config, (queries, keys), options, kind = IN_GRAPHS[name]
+    lengths = {"batch_size": 2, "q_length": queries, "kv_length": keys}
+    given = {**lengths, "local_size": 4, "mask_function": WINDOW, "allow_is_causal_skip": True, **options}
+    whole = mu.sdpa_mask(**{**given, "allow_is_causal_skip": False})
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    found = build_mask(**given, config=config)
+    assert isinstance(found, kind)
+    if found is None:
+        assert torch.equal(whole, torch.ones_like(whole).tril())
+    else:
+        assert torch.equal(found.tensor() if kind is CausalWindow else found, whole)
+
+
+def test_a_window_on_both_sides_is_no_causal_one_in_a_graph(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    both = {"mask_function": mu.sliding_window_bidirectional_mask_function(4), "allow_is_bidirectional_skip": False}
+    given = {"batch_size": 2, "q_length": 6, "kv_length": 6, "local_size": 4, "config": WINDOWED}
+    assert isinstance(build_mask(**given, **both), torch.Tensor)
+
+
 @pytest.fixture
 def seen(monkeypatch):
     """(window, whether a mask is given, S_q, S_k) of each call of attention."""
@@ -169,17 +208,19 @@ def test_a_window_with_dropped_weights_and_checkpoints():
     close(model.model.embed_tokens.weight.grad, plain.model.embed_tokens.weight.grad)
 
 
-@pytest.mark.parametrize(("family", "length"), [("llama", 6), ("gpt2", 6), ("mistral", 3), ("mistral", 6)])
-def test_a_graph_has_no_mask_that_is_only_causal(family, length, seen):
-    """Without a padding mask, at equal lengths; a window that hides keys stays a tensor."""
+@pytest.mark.parametrize(
+    ("family", "length"), [("llama", 6), ("gpt2", 6), ("mistral", 3), ("mistral", 6), ("gemma3", 6)]
+)
+def test_a_graph_has_no_mask_of_what_is_causal_or_a_window(family, length, seen):
+    """Without a padding mask, at equal lengths."""
     torch._dynamo.reset()
     plain, model = patched(family)
     tokens = families.inputs(family, DEVICE)["input_ids"][:, :length]
     with torch.no_grad():
         found = torch.compile(model, backend="eager", fullgraph=True)(tokens, use_cache=False).logits
         close(found, plain(tokens, use_cache=False).logits)
-    hides = family == "mistral" and length > 3
-    assert {call[:2] for call in seen} == {((-1, -1), hides)}
+    window = (3, 0) if family in ("mistral", "gemma3") and length > 3 else (-1, -1)
+    assert {call[:2] for call in seen} == {(window, False)}
     assert model.base_model._forward_pre_hooks
     models.unpatch(model)
     assert not model.base_model._forward_pre_hooks
