@@ -311,6 +311,14 @@ def interleave(
     return times
 
 
+def issue(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds to issue a call to an idle device, without waiting for it."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
 def host_seconds(calls: Sequence[Callable[[], Any]], device: torch.device, budget_s: float = 0.04) -> list[float]:
     """Wall time of issuing one call of each, without waiting for the device; the launch queue never fills.
 

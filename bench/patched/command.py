@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.measure import environment
-from bench.patched import rows
+from bench.patched import kernels, measure, rows
 from bench.patched.rows import DECODE, FORWARD, LIGER, PLAIN, STEP, PatchedRow
 from bench.patched.subjects import SUBJECTS
 from bench.show.patched import HEADER, lines_of
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pass", **many, dest="pass_", help=f"of {', '.join(PASSES)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="tiny models and few rounds, to try the command")
     parser.add_argument("--out", type=Path, metavar="FILE", help="rows (default: see above)")
+    parser.add_argument("--kernels", action="store_true", help="no rows: the kernels of a pass, the longest first")
     parser.add_argument("--in-this-process", action="store_true", help="one way alone, as the command starts it")
     return parser
 
@@ -56,6 +57,8 @@ def main(argv: Sequence[str], console: Console) -> int:
         by = _named("--by", "patch", args.by, BY)
         modes = _named("--mode", "mode", args.mode, MODES)
         passes = _named("--pass", "pass", args.pass_, PASSES)
+        if args.kernels and not (passes := [pass_ for pass_ in passes if pass_ in kernels.PASSES]):
+            raise UsageError(f"--kernels knows {' and '.join(kernels.PASSES)}; each token of {DECODE} has its own")
     except UsageError as error:
         print(f"python -m bench patched: {error}", file=sys.stderr)
         return 2
@@ -69,13 +72,16 @@ def main(argv: Sequence[str], console: Console) -> int:
     ways = [(model, who, mode) for model in models for mode in modes for who in by if _is_here(who)]
     for (model, who, mode), part in itertools.product(ways, parts):
         if args.in_this_process:
-            from bench.patched.measure import measure
-
-            rows.save(out, measure(SUBJECTS[model], who, mode == "compiled", part, args.quick))
+            way = (SUBJECTS[model], who, mode == "compiled", part, args.quick)
+            if args.kernels:
+                kernels.look(*way, console)
+            else:
+                rows.save(out, measure.measure(*way))
             continue
         command = [
             sys.executable, "-m", "bench", "patched", "--in-this-process", "--model", model, "--by", who,
             "--mode", mode, "--pass", ",".join(part), "--out", str(out), *(["--quick"] if args.quick else []),
+            *(["--kernels"] if args.kernels else []),
         ]  # fmt: skip
         console.print(f"{model}, {mode}, {who}: {', '.join(part)}", highlight=False)
         try:
@@ -83,7 +89,7 @@ def main(argv: Sequence[str], console: Console) -> int:
         except subprocess.TimeoutExpired:
             failed += 1
             console.print(f"{model}, {mode}, {who}: no end after {PATIENCE} s", highlight=False)
-    if not args.in_this_process:
+    if not (args.in_this_process or args.kernels):
         show([row for row in rows.read(out) if row.model in models], console)
         console.print(f"the rows are in {out}", soft_wrap=True, highlight=False)
     return int(failed > 0)

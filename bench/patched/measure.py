@@ -125,15 +125,10 @@ def _timed(row: PatchedRow, first: float, rounds: list[float], tokens: int) -> P
     )
 
 
-def _training(subject: Subject, row: PatchedRow, model: Any, call: Any, quick: bool, budget: float) -> PatchedRow:
-    device = next(model.parameters()).device
-    batch, tokens = subject.batch_of(quick)
-    given = subject.inputs(model, batch, tokens)
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        environment.give_memory_back(device)
-        torch.cuda.reset_peak_memory_stats()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu)
+def step_of(subject: Subject, model: Any, call: Any, quick: bool) -> Callable[[], object]:
+    """A training step of a model, which it leaves in training; `call` is the model, compiled or not."""
+    given = subject.inputs(model, *subject.batch_of(quick))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=next(model.parameters()).is_cuda)
     model.train()
 
     def step() -> None:
@@ -141,6 +136,24 @@ def _training(subject: Subject, row: PatchedRow, model: Any, call: Any, quick: b
         optimizer.step()
         optimizer.zero_grad()
 
+    return step
+
+
+def forward_of(subject: Subject, model: Any, call: Any, quick: bool) -> Callable[[], object]:
+    """A forward pass without labels of a model, which it leaves in evaluation."""
+    given = {k: x for k, x in subject.inputs(model, *subject.batch_of(quick)).items() if k != "labels"}
+    model.eval()
+    return torch.no_grad()(lambda: call(**given))
+
+
+def _training(subject: Subject, row: PatchedRow, model: Any, call: Any, quick: bool, budget: float) -> PatchedRow:
+    device = next(model.parameters()).device
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        environment.give_memory_back(device)
+        torch.cuda.reset_peak_memory_stats()
+    step = step_of(subject, model, call, quick)
+    batch, tokens = subject.batch_of(quick)
     peaks: list[int] = []
 
     def note_peak() -> None:
@@ -155,10 +168,9 @@ def _training(subject: Subject, row: PatchedRow, model: Any, call: Any, quick: b
 
 
 def _forward(subject: Subject, row: PatchedRow, model: Any, call: Any, quick: bool, budget: float) -> PatchedRow:
+    forward = forward_of(subject, model, call, quick)
+    first, rounds = seconds_of(forward, next(model.parameters()).device, budget)
     batch, tokens = subject.batch_of(quick)
-    given = {name: x for name, x in subject.inputs(model, batch, tokens).items() if name != "labels"}
-    with torch.no_grad():
-        first, rounds = seconds_of(lambda: call(**given), next(model.parameters()).device, budget)
     return _timed(row, first, rounds, batch * tokens)
 
 
@@ -205,7 +217,7 @@ def measure(subject: Subject, by: str, compiled: bool, passes: list[str], quick:
         environment.give_memory_back(device)
         try:
             if row.pass_ == FORWARD:
-                made.append(_forward(subject, row, model.eval(), call, quick, 0.0 if quick else SECONDS))
+                made.append(_forward(subject, row, model, call, quick, 0.0 if quick else SECONDS))
             elif row.pass_ == STEP:
                 made.append(_training(subject, row, model, call, quick, 0.0 if quick else SECONDS))
             else:

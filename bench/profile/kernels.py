@@ -126,11 +126,12 @@ def short_name(name: str) -> str:
     return f"{base}<{telling[-1]}>" if telling else base
 
 
-def profile(call: Callable[[], Any], operators: bool, device: torch.device) -> Profile:
+def profile(call: Callable[[], Any], operators: bool, device: torch.device, *, long: bool = False) -> Profile:
     """Profile a call after warming it up, the L2 flushed before each time.
 
     `operators` says that the call runs as operators of PyTorch. They are recorded and matched with the kernels, in a
-    run of its own because recording takes host time.
+    run of its own because recording takes host time. `long` says that a few calls fill the launch queue, so that the
+    host's time is measured one call at a time.
     """
     for _ in range(2):
         call()
@@ -139,7 +140,10 @@ def profile(call: Callable[[], Any], operators: bool, device: torch.device) -> P
     recorded = _record(call, device, repeats) if operators else None
     if device.type != "cuda":
         return _on_host(call, recorded, device, repeats)
-    (seconds,) = timing.host_seconds([call], device)
+    if long:
+        seconds = statistics.median(timing.issue(call, device) for _ in range(repeats))
+    else:
+        (seconds,) = timing.host_seconds([call], device)
     host_us = 1e6 * seconds
     trace = _trace(call, device, repeats)
     runs = [_launched(trace["traceEvents"], window) for window in _ranges(trace, CALL)]

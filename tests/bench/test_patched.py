@@ -47,6 +47,19 @@ def test_every_model_is_made_and_patched(family):
     assert not any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in model.modules())
 
 
+def test_the_kernels_of_a_pass(tmp_path, capsys):
+    path = tmp_path / "gpu.jsonl"
+    options = ["--quick", "--model", "llama", "--mode", "eager", "--by", "plain", "--out", str(path)]
+    assert main(["patched", "--kernels", "--in-this-process", *options]) == 0
+    said = capsys.readouterr().out
+    assert "llama, eager, plain: forward" in said
+    assert "llama, eager, plain: training step" in said
+    assert "in all: " in said
+    assert not path.exists()
+    assert main(["patched", "--kernels", "--pass", "decode"]) == 2
+    assert "--kernels knows forward and training step" in capsys.readouterr().err
+
+
 def test_a_compiled_way(monkeypatch):
     """By a compiler that generates no code: what it compiles is tested elsewhere."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
