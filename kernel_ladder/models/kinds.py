@@ -15,6 +15,7 @@ from kernel_ladder.models import dropping
 from kernel_ladder.nn.arguments import check_mask
 from kernel_ladder.nn.attention import MultiheadAttention
 from kernel_ladder.nn.norms import beside
+from kernel_ladder.selection.unaligned import never_needed
 
 
 class Patched:
@@ -41,6 +42,11 @@ class Patched:
     def by(cls, module: Any, backend: str) -> str:
         """What the report says of a module."""
         return cls.BY
+
+    @classmethod
+    def stays(cls, module: Any, backend: str) -> str | None:
+        """Why a module with the parts of this kind is left with a backend, or None."""
+        return None
 
     @staticmethod
     def probe(module: Any) -> tuple[Any, ...]:
@@ -265,17 +271,22 @@ class GeluTanhIntermediate(GeluIntermediate):
 
 class Linear(Patched):
     OPS, BY, PROBED = ("linear",), "linear", False
+    PYTORCHS: ClassVar[str] = "'auto' takes PyTorch's product where 8 divides both features"
 
     @classmethod
     def takes(cls, module: Any) -> bool:
         return type(module) is torch.nn.Linear
 
+    @classmethod
+    def stays(cls, module: Any, backend: str) -> str | None:
+        return cls.PYTORCHS if backend == "auto" and never_needed(*module.weight.shape) else None
+
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         return ops.linear(input, self.weight, self.bias, backend=self._backend)
 
 
-class Conv1D(Patched):
-    OPS, BY = ("linear",), "linear"
+class Conv1D(Linear):
+    PROBED = True
 
     @classmethod
     def takes(cls, module: Any) -> bool:

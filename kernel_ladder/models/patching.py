@@ -180,7 +180,7 @@ def _patch_module(name: str, module: torch.nn.Module, backend: str, found: Repor
     if "forward" in module.__dict__:
         kinds, reason = [], OWN_FORWARD
     for kind in kinds:
-        if (why := _without_backend(kind.OPS, backend)) is not None:
+        if (why := _without_backend(kind.OPS, backend) or kind.stays(module, backend)) is not None:
             reason = why
         elif not kind.PROBED or (why := _differs(kind, module)) is None:
             _become(module, _class_of(kind, type(module)), backend, undo)

@@ -340,7 +340,7 @@ def rule_of_linear(inputs: Inputs, options: Options) -> tuple[str, ...]:
         input.element_size() == 2
         and input.is_cuda
         and is_hopper(input.get_device())
-        and plan(input, weight.mT).rung == "cuda.split_k"
+        and plan(input, weight.detach().mT).rung == "cuda.split_k"
     )
     return ("cuda.split_k", "cuda.persistent") if by_split_k else ("cuda.persistent",)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernel_ladder.selection import matmul
+from kernel_ladder.selection import matmul, measured
 from kernel_ladder.selection.features import ALIGNMENT, is_aligned
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.tracing import concrete, product_of
@@ -56,6 +56,15 @@ def linear_where_unaligned(inputs: Inputs, options: Options) -> tuple[str, ...]:
     assert weight is not None
     first = _before_cuda(input, weight, weight.shape[0])
     return () if first is None else (*first, "cuda.persistent")
+
+
+def never_needed(rows: int, columns: int) -> bool:
+    """Whether ``"auto"`` takes PyTorch's product with a weight of these sizes, whatever the GPU and the dtype.
+
+    A table may prefer another rung for a call of one row, which gains less than a call by way of this package costs.
+    """
+    each = ALIGNMENT // torch.float16.itemsize
+    return rows % each == columns % each == 0 and not measured.enabled()
 
 
 RULES = {("matmul", "auto"): matmul_where_unaligned, ("linear", "auto"): linear_where_unaligned}

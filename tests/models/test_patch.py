@@ -359,15 +359,26 @@ def test_a_report_is_printed(capsys):
     report = models.patch(model)
     assert str(report) + "\n" == capsys.readouterr().out
     assert str(report).splitlines() == [
-        "Sequential: 4 modules replaced, backend 'auto'",
-        "  replaced    1 × Linear: linear",
+        "Sequential: 3 modules replaced, backend 'auto'",
         "  replaced    1 × GELU: gelu, approximate='tanh'",
         "  replaced    1 × LayerNorm: layer_norm",
         "  replaced    1 × RMSNorm: rms_norm",
+        "  left        1 × Linear: 'auto' takes PyTorch's product where 8 divides both features",
     ]
-    assert [e.name for e in report.replaced] == ["0", "1", "2", "3"]
+    assert [e.name for e in report.replaced] == ["1", "2", "3"]
     assert models.patch(model, backend="torch", report=False).backend == "torch"
     assert all(m._backend == "torch" for m in model)
+
+
+def test_auto_leaves_linear_layers_whose_product_is_pytorchs(monkeypatch):
+    sizes = [(8, 16), (8, 9), (12, 8)]
+    model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))
+    assert [e.name for e in models.patch(model, report=False).replaced] == ["1", "2"]
+    assert len(models.patch(model, "torch", report=False).replaced) == 3
+    with pytest.raises(ValueError, match=r"nothing in Linear can be replaced: Linear: 'auto' takes PyTorch's product"):
+        models.patch(torch.nn.Linear(8, 8))
+    monkeypatch.setenv("KERNEL_LADDER_SELECT", "measure")
+    assert len(models.patch(model, report=False).replaced) == 3
 
 
 class OddRMSNorm(torch.nn.Module):
