@@ -76,6 +76,9 @@ MODELS = (
 #: Models and tokens of the short sweep.
 QUICK_MODELS = ("GPT-2", "Llama 3 8B", "Qwen 2.5 7B")
 QUICK_TOKENS = (1, 777, 4096)
+#: Models whose attention is measured with a boolean mask too: that of padded keys, or one of each query and key, as a
+#: batch of padded prompts has.
+PADDED_KEYS, PADDED_PROMPTS = ("BERT base",), ("GPT-2", "Llama 3 8B")
 
 
 class Layer(NamedTuple):
@@ -149,6 +152,11 @@ def _attention(model: Model, tokens: int, quick: bool) -> Iterator[Call]:
     passes = _passes(tokens) if model.head_dim <= 128 else ("forward",)
     ident = f"B1 {heads} {form} D{model.head_dim} {what}"
     yield Call("attention", Case(ident, (q, kv, kv), options, quick=quick, passes=passes, climb=False), "attention")
+    if tokens >= TRAINING_TOKENS and model.name in (*PADDED_KEYS, *PADDED_PROMPTS):
+        mask = (1, 1, 1 if model.name in PADDED_KEYS else tokens, tokens)
+        ident = f"B1 {heads} S{tokens} D{model.head_dim} mask {mask[2]}x{mask[3]}"
+        given = {"kinds": {3: "boolean"}, "quick": tokens in QUICK_TOKENS, "passes": passes, "climb": False}
+        yield Call("attention", Case(ident, (q, kv, kv, mask), {**options, "is_causal": False}, **given), "attention")
 
 
 def _rows(model: Model, tokens: int, quick: bool) -> Iterator[Call]:
