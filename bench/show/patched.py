@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -44,6 +44,9 @@ def lines_of(rows: Sequence[PatchedRow]) -> list[list[str]]:
     lines = []
     for compiled, by in sorted(ways, key=lambda way: (way[0], way[1] != PLAIN)):
         name = f"{'compiled' if compiled else 'eager'}, {by if by == PLAIN else f'patched: {by}'}"
+        if reason := _whole_reason(row for row in rows if (row.compiled, row.by) == (compiled, by)):
+            lines.append([f"{name} ({reason})", *["–"] * (len(HEADER) - 1)])
+            continue
         step = by_pass.get((compiled, by, STEP))
         cells = [_cell(by_pass, compiled, by, pass_) for pass_ in (FORWARD, STEP)]
         cells.append(_memory(step))
@@ -51,6 +54,13 @@ def lines_of(rows: Sequence[PatchedRow]) -> list[list[str]]:
         cells.append(f"{step.first_s:.1f} s" if step and step.first_s else "–")
         lines.append([name, *cells])
     return lines
+
+
+def _whole_reason(rows: Iterable[PatchedRow]) -> str | None:
+    """Why no pass of a way runs, where one reason holds for all of them."""
+    reasons = {row.unsupported for row in rows}
+    reason = reasons.pop() if len(reasons) == 1 else None
+    return None if reason is None else reason.removeprefix("ValueError: ").removeprefix("ImportError: ")
 
 
 def _memory(step: PatchedRow | None) -> str:

@@ -96,10 +96,13 @@ def test_lines_compare_with_the_plain_model_of_their_mode():
     compiled = dataclasses.replace(half, compiled=True, later_peak_bytes=(1 << 30) * 3 // 4)
     bad = dataclasses.replace(plain, by="triton", us=None, wrong="NaN", peak_bytes=None, first_s=None)
     decoded = dataclasses.replace(plain, pass_=rows.DECODE, tokens_per_s=250.0)
-    assert shown.lines_of([half, compiled, bad, plain, decoded]) == [
+    absent = dataclasses.replace(bad, by="liger", wrong=None, unsupported="ValueError: Liger does not know it")
+    absent = [absent, dataclasses.replace(absent, pass_=rows.FORWARD)]
+    assert shown.lines_of([half, compiled, bad, plain, decoded, *absent]) == [
         ["eager, plain", "–", "2 ms", "3.0 GiB", "250", "1.2 s"],
         ["eager, patched: cuda", "–", "1 ms (2.00 ×)", "1.0 GiB", "–", "1.2 s"],
         ["eager, patched: triton", "–", "wrong: NaN", "–", "–", "–"],
+        ["eager, patched: liger (Liger does not know it)", "–", "–", "–", "–", "–"],
         ["compiled, patched: cuda", "–", "1 ms", "1.0 GiB, later 0.8", "–", "1.2 s"],
     ]
 
