@@ -61,7 +61,8 @@ def linear_where_unaligned(inputs: Inputs, options: Options) -> tuple[str, ...]:
 def never_needed(rows: int, columns: int) -> bool:
     """Whether ``"auto"`` takes PyTorch's product with a weight of these sizes, whatever the GPU and the dtype.
 
-    A table may prefer another rung for a call of one row, which gains less than a call by way of this package costs.
+    The H200's table prefers another rung at one row, which gains less than a call costs on the host, and in 2 of 14
+    layers at 4,096 rows, by 5 % at most.
     """
     each = ALIGNMENT // torch.float16.itemsize
     return rows % each == columns % each == 0 and not measured.enabled()
