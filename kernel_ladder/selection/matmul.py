@@ -336,12 +336,7 @@ def rule_of_linear(inputs: Inputs, options: Options) -> tuple[str, ...]:
     assert weight is not None
     if product_of(input.shape[:-1]) <= FEWEST_ROWS:
         return ()
-    by_split_k = (
-        input.element_size() == 2
-        and input.is_cuda
-        and is_hopper(input.get_device())
-        and plan(input, weight.detach().mT).rung == "cuda.split_k"
-    )
+    by_split_k = rule((input, weight.detach().mT), options) == ("cuda.split_k",)
     return ("cuda.split_k", "cuda.persistent") if by_split_k else ("cuda.persistent",)
 
 
