@@ -66,7 +66,8 @@ def build_mask(*args: Any, **given: Any) -> torch.Tensor | CausalWindow | None:
     window, a padding mask with padding, queries that continue a cache, and tensors of lengths.
 
     While a call is traced, no padding mask can be read. Where there is none, or that of :func:`without_padding`, a
-    causal mask of equal lengths is None, which ``sdpa_mask`` makes a tensor in a graph, and a window stays one.
+    causal mask of equal lengths is None, and so is a mask that hides nothing: some releases of transformers make
+    tensors of both in a graph. A causal window stays one.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -84,6 +85,8 @@ def build_mask(*args: Any, **given: Any) -> torch.Tensor | CausalWindow | None:
             sees_all = first_key + keys - 1 <= first < first_key + size
             if queries == 1 and sees_all and _all_real(padding, first_key, first_key + keys):
                 return None
+    if not args and _hides_nothing_in_graph(given):
+        return None
     if args or not _counts_from_the_first_in_graph(given):
         return sdpa_mask(*args, **given)
     size, keys = given.get("local_size"), given["kv_length"]
@@ -128,6 +131,14 @@ def _counts_from_the_first_in_graph(given: dict[str, Any]) -> bool:
         return False
     offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
     return all(isinstance(n, int) and n == 0 for n in offsets) and bool(given["q_length"] == given["kv_length"])
+
+
+def _hides_nothing_in_graph(given: dict[str, Any]) -> bool:
+    """Whether torch.compile traces the mask of an encoder without padding, in which every token sees all others."""
+    if given.get("attention_mask") is not None or not torch.compiler.is_compiling():
+        return False
+    size = given.get("local_size")
+    return bool(given.get("allow_is_bidirectional_skip", False) and (size is None or given["kv_length"] < size))
 
 
 def _is_window_of(config: Any, given: dict[str, Any]) -> bool:

@@ -121,6 +121,21 @@ def test_a_mask_in_a_graph_hides_what_transformers_hides(name, monkeypatch):
         assert torch.equal(found.tensor() if kind is CausalWindow else found, whole)
 
 
+@pytest.mark.parametrize("lengths", [(6, 6), (3, 6)])
+def test_an_encoder_without_padding_has_no_mask_in_a_graph(lengths, monkeypatch):
+    """Padding, a window that hides tokens, and further patterns stay masks."""
+    sees_all = {"mask_function": mu.bidirectional_mask_function, "allow_is_causal_skip": False}
+    given = {"batch_size": 2, "q_length": lengths[0], "kv_length": lengths[1], "config": WINDOWED, **sees_all}
+    assert bool(mu.sdpa_mask(**given).all())
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    given["allow_is_bidirectional_skip"] = True
+    assert build_mask(**given) is None
+    assert build_mask(**given, local_size=7) is None
+    both = {"mask_function": mu.sliding_window_bidirectional_mask_function(4)}
+    for more in ({"attention_mask": REAL}, {"local_size": 4, **both}, {"allow_is_bidirectional_skip": False}):
+        assert isinstance(build_mask(**{**given, **more}), torch.Tensor)
+
+
 def test_a_window_on_both_sides_is_no_causal_one_in_a_graph(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     both = {"mask_function": mu.sliding_window_bidirectional_mask_function(4), "allow_is_bidirectional_skip": False}
@@ -225,6 +240,17 @@ def test_a_graph_has_no_mask_of_what_is_causal_or_a_window(family, length, seen)
     models.unpatch(model)
     assert not model.base_model._forward_pre_hooks
     assert not model.base_model._forward_pre_hooks_with_kwargs
+
+
+@pytest.mark.parametrize("family", ["bert", "vit"])
+def test_a_graph_of_an_encoder_has_no_mask(family, seen):
+    torch._dynamo.reset()
+    plain, model = patched(family)
+    given = families.inputs(family, DEVICE)
+    given = {name: given[name] for name in ("input_ids", "pixel_values") if name in given}
+    with torch.no_grad():
+        close(torch.compile(model, backend="eager", fullgraph=True)(**given).logits, plain(**given).logits)
+    assert {call[1] for call in seen} == {False}
 
 
 def test_a_graph_has_the_mask_of_a_cache_and_of_padding(seen):
