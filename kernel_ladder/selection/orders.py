@@ -17,6 +17,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "triton.cluster",
         "triton.fused",
         "torch.builtin",
+        "triton.online",
     ),
     "matmul": ("torch.builtin", "cuda", "triton.persistent"),
     "attention": (
@@ -34,7 +35,14 @@ ORDERS: dict[str, tuple[str, ...]] = {
     "attention_paged": ("cuda.split_kv", "triton.split_kv", "torch.naive"),
     "add": ("cuda.vectorized", "triton.fused", "torch.builtin"),
     "sum": ("cuda.two_stage", "triton.two_stage", "torch.builtin"),
-    "layer_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
+    "layer_norm": (
+        "cuda.cluster",
+        "cuda.registers",
+        "triton.cluster",
+        "triton.fused",
+        "torch.builtin",
+        "triton.online",
+    ),
     "rms_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
     "dropout": ("cuda.vectorized", "triton.fused", "torch.naive"),
     "bias_gelu": ("cuda.multirow", "triton.fused", "torch.builtin"),

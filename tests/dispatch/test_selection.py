@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_ladder
 from kernel_ladder import UnsupportedError, gpu, selection, table
@@ -118,6 +120,54 @@ def test_an_unknown_shape_is_told(capsys):
 def test_unaligned_rows_of_softmax(shape, stride, gradient, names):
     x = torch.empty_strided(shape, stride, dtype=torch.bfloat16, device="meta", requires_grad=gradient)
     assert RULES["softmax", "cuda"]((x,), {"dim": 1}) == names
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(selection.attention, "is_hopper", lambda device: True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype", "of_softmax", "of_norm"),
+    [
+        (229, 1767, torch.bfloat16, "triton.fused", "triton.fused"),
+        (229, 1768, torch.bfloat16, None, None),
+        (229, 1767, torch.float32, None, None),
+        (5471, 7245, torch.float16, "triton.fused", "triton.online"),
+        (533, 14515, torch.bfloat16, "triton.online", "triton.online"),
+        (3, 17943, torch.bfloat16, "triton.cluster", "triton.cluster"),
+    ],
+)
+def test_auto_gives_rows_off_16_bytes_to_triton(rows, columns, dtype, of_softmax, of_norm):
+    with FakeTensorMode():
+        x = torch.empty(rows, columns, dtype=dtype, device="cuda:0")
+        down = torch.empty(columns, rows, dtype=dtype, device="cuda:0").mT
+    assert RULES["softmax", "auto"]((x,), {"dim": 1})[:1] == ((of_softmax,) if of_softmax else ())
+    assert RULES["layer_norm", "auto"]((x, None, None), {"normalized_shape": (columns,)})[:1] == (
+        (of_norm,) if of_norm else ()
+    )
+    assert RULES["softmax", "auto"]((down,), {"dim": 1}) == ()
+    assert {"triton.fused", "triton.online", "triton.cluster"} <= set(ORDERS["softmax"]) & set(ORDERS["layer_norm"])
+
+
+@pytest.mark.parametrize(
+    ("queries", "mask_dtype", "gradient", "names"),
+    [
+        (777, torch.bool, False, ("triton.flash",)),
+        (777, torch.bool, True, ("triton.flash",)),
+        (1, torch.bool, False, ("cuda.split_kv", "triton.flash")),
+        (1, torch.bfloat16, False, ("cuda.split_kv",)),
+        (777, torch.bfloat16, False, ()),
+    ],
+)
+def test_auto_gives_boolean_masks_to_triton_on_hopper(hopper, queries, mask_dtype, gradient, names):
+    with FakeTensorMode():
+        make = functools.partial(torch.empty, device="cuda:0", dtype=torch.bfloat16)
+        query, key = make(1, 4, queries, 64, requires_grad=gradient), make(1, 4, 777, 64)
+        mask = torch.empty(1, 1, 1, 777, dtype=mask_dtype, device="cuda:0")
+        assert RULES["attention", "auto"]((query, key, key, mask), {}) == names
+        single = make(1, 4, queries, 64, dtype=torch.float32)
+        assert RULES["attention", "auto"]((single, single, single, mask), {}) == ()
 
 
 @pytest.mark.parametrize("heads_kv", [1, 2])

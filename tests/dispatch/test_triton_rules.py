@@ -13,11 +13,15 @@ RULES = {**triton_norm.RULES, **triton_softmax.RULES}
 #: Operation, length of a row, whether a gradient is wanted, and the rung to try first. More rows than few.
 CHOICES = [
     ("layer_norm", 2048, False, "fused"),
-    ("layer_norm", 2049, False, "cluster"),
+    ("layer_norm", 2056, False, "cluster"),
     ("layer_norm", 32768, False, "cluster"),
     ("layer_norm", 32800, False, "persistent_cluster"),
     ("layer_norm", 8192, True, "fused"),
     ("layer_norm", 65536, True, "cluster"),
+    ("layer_norm", 4095, False, "fused"),  # off 16 bytes
+    ("layer_norm", 7245, False, "online"),
+    ("layer_norm", 7245, True, "fused"),
+    ("layer_norm", 12001, True, "online"),
     ("rms_norm", 4096, False, "fused"),
     ("rms_norm", 131072, False, "cluster"),
     ("rms_norm", 8192, True, "fused"),
