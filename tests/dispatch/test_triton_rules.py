@@ -59,6 +59,23 @@ def test_products_of_few_rows_have_small_tiles(rows, first):
     assert triton_matmul.linear((a, weight, None), {}) == (("triton.tiled",) if rows <= 16 else ())
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "dtype", "first"),
+    [
+        (((520, 2160), (1, 520)), ((2160, 152), (152, 1)), torch.bfloat16, "persistent"),
+        (((280, 1656), (1656, 1)), ((1656, 640), (640, 1)), torch.bfloat16, "persistent"),  # lines of A alone
+        (((280, 1656), (1656, 1)), ((1656, 640), (640, 1)), torch.float32, "tiled"),
+        (((280, 1648), (1648, 1)), ((1648, 640), (640, 1)), torch.bfloat16, "tiled"),
+        (((131, 61), (1, 131)), ((61, 2769), (2769, 1)), torch.bfloat16, "tiled"),  # off 16 bytes
+        (((16, 1656), (1656, 1)), ((1656, 640), (640, 1)), torch.bfloat16, "tiled"),  # few rows
+    ],
+)
+def test_products_whose_lines_triton_does_not_see_aligned(a, b, dtype, first, monkeypatch):
+    monkeypatch.setattr(triton_matmul.gpu, "multiprocessors", lambda x: 132)
+    operands = (torch.empty_strided(*of, dtype=dtype, device="meta") for of in (a, b))
+    assert triton_matmul.matmul(tuple(operands), {})[0] == f"triton.{first}"
+
+
 @pytest.mark.parametrize("op", sorted({op for op, _ in RULES}))
 def test_the_rungs_named_exist(op):
     named = {f"triton.{rung}" for of, _, _, rung in CHOICES if of == op}
