@@ -85,10 +85,12 @@ def build_mask(*args: Any, **given: Any) -> torch.Tensor | CausalWindow | None:
             sees_all = first_key + keys - 1 <= first < first_key + size
             if queries == 1 and sees_all and _all_real(padding, first_key, first_key + keys):
                 return None
-    if not args and _hides_nothing_in_graph(given):
-        return None
-    if args or not _counts_from_the_first_in_graph(given):
+    if args or padding is not None or not torch.compiler.is_compiling():
         return sdpa_mask(*args, **given)
+    if _hides_nothing(given):
+        return None
+    if not _counts_from_the_first(given):
+        return sdpa_mask(**given)
     size, keys = given.get("local_size"), given["kv_length"]
     if size is None or keys < size:
         return None
@@ -123,20 +125,16 @@ def _repeats_one_element(padding: Any) -> bool:
     return isinstance(padding, torch.Tensor) and padding.dim() == 2 and padding.stride() == (0, 0)
 
 
-def _counts_from_the_first_in_graph(given: dict[str, Any]) -> bool:
-    """Whether torch.compile traces a mask without padding, of as many queries as keys, that may be left away."""
-    if given.get("attention_mask") is not None or not torch.compiler.is_compiling():
-        return False
+def _counts_from_the_first(given: dict[str, Any]) -> bool:
+    """Whether a mask without padding has as many queries as keys, and may be left away."""
     if not given.get("allow_is_causal_skip", True):
         return False
     offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
     return all(isinstance(n, int) and n == 0 for n in offsets) and bool(given["q_length"] == given["kv_length"])
 
 
-def _hides_nothing_in_graph(given: dict[str, Any]) -> bool:
-    """Whether torch.compile traces the mask of an encoder without padding, in which every token sees all others."""
-    if given.get("attention_mask") is not None or not torch.compiler.is_compiling():
-        return False
+def _hides_nothing(given: dict[str, Any]) -> bool:
+    """Whether a mask without padding is that of an encoder, in which every token sees all others."""
     size = given.get("local_size")
     return bool(given.get("allow_is_bidirectional_skip", False) and (size is None or given["kv_length"] < size))
 

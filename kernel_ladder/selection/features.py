@@ -44,6 +44,11 @@ def _precision(x: torch.Tensor) -> str:
     return "tf32" if x.dtype is torch.float32 and tf32_allowed() else _bits(x)
 
 
+def begin_off(x: torch.Tensor, length: int) -> bool:
+    """Whether dense rows of 16 bits and this length begin off 16 bytes."""
+    return x.element_size() == 2 and 2 * length % ALIGNMENT != 0
+
+
 def is_aligned(x: torch.Tensor) -> bool:
     """Whether a matrix has a dimension of stride 1, and lines along it that begin at multiples of ALIGNMENT bytes."""
     grid = ALIGNMENT // x.element_size()

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 
+from kernel_ladder.selection.features import begin_off
+from kernel_ladder.selection.triton_softmax import ROWS_AT_ONCE
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.tracing import concrete, product_of, wants_gradient
 
 #: The longest rows of the fastest `fused` backward pass.
 FUSED_BACKWARD = 8192
-#: Rows that clusters take at once, off 16 bytes: of one row they take 0.45 of the time of `online`.
-ROWS_AT_ONCE = 8
 #: The longest rows off 16 bytes that `fused` reads faster than `online`: it takes 0.75 of the time at 2,843 elements,
 #: 1.4 at 7,245 (H200).
 FUSED_OFF_16_BYTES = 4096
@@ -32,14 +32,14 @@ def _by_length(n_cols: int, gradient: bool, cluster_from: int, persistent_from: 
 def layer_norm(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """`cluster` from 2049 elements, `persistent_cluster` from 32769; with a gradient `fused` up to 8192.
 
-    Rows that begin off 16 bytes: `fused`, from 4,097 elements `online`, which stores no single elements as `cluster`
-    does. Of few rows `cluster` is ahead all the same.
+    16-bit rows that begin off 16 bytes: `fused`, from 4,097 elements `online`, which stores no single elements as
+    `cluster` does. Of few rows `cluster` is ahead all the same.
     """
-    (x, *_), gradient = inputs, wants_gradient(*inputs)
+    x, gradient = inputs[0], wants_gradient(*inputs)
     n_cols = math.prod(options["normalized_shape"])
     assert x is not None
     columns = concrete(n_cols)
-    if columns * x.element_size() % 16 and product_of(x.shape) > ROWS_AT_ONCE * columns:
+    if begin_off(x, columns) and product_of(x.shape) > ROWS_AT_ONCE * columns:
         fused = FUSED_BACKWARD if gradient else FUSED_OFF_16_BYTES
         return ("triton.fused",) if columns <= fused else ("triton.online",)
     return _by_length(n_cols, gradient, 2049, 32769)

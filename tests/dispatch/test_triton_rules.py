@@ -13,15 +13,11 @@ RULES = {**triton_norm.RULES, **triton_softmax.RULES}
 #: Operation, length of a row, whether a gradient is wanted, and the rung to try first. More rows than few.
 CHOICES = [
     ("layer_norm", 2048, False, "fused"),
-    ("layer_norm", 2056, False, "cluster"),
+    ("layer_norm", 2049, False, "cluster"),
     ("layer_norm", 32768, False, "cluster"),
     ("layer_norm", 32800, False, "persistent_cluster"),
     ("layer_norm", 8192, True, "fused"),
     ("layer_norm", 65536, True, "cluster"),
-    ("layer_norm", 4095, False, "fused"),  # off 16 bytes
-    ("layer_norm", 7245, False, "online"),
-    ("layer_norm", 7245, True, "fused"),
-    ("layer_norm", 12001, True, "online"),
     ("rms_norm", 4096, False, "fused"),
     ("rms_norm", 131072, False, "cluster"),
     ("rms_norm", 8192, True, "fused"),
@@ -43,6 +39,15 @@ def test_the_rung_tried_first(op, n_cols, gradient, rung):
     x = torch.empty(64, n_cols, device="meta", requires_grad=gradient)
     options = {"normalized_shape": (n_cols,), "dim": -1}
     assert RULES[op, "triton"]((x,), options) == (f"triton.{rung}",)
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "gradient", "rung"), [(4095, False, "fused"), (7245, False, "online"), (7245, True, "fused"),
+                                     (12001, True, "online")],
+)  # fmt: skip
+def test_rows_of_layer_norm_off_16_bytes(n_cols, gradient, rung):
+    x = torch.empty(64, n_cols, device="meta", dtype=torch.bfloat16, requires_grad=gradient)
+    assert RULES["layer_norm", "triton"]((x,), {"normalized_shape": (n_cols,)}) == (f"triton.{rung}",)
 
 
 def test_few_rows_of_softmax_are_spread_over_clusters():
