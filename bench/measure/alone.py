@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -31,7 +32,7 @@ QUIET_IN_A_ROW = 10
 #: The longest wait for what the others had launched before they were stopped.
 PATIENCE_S = 60.0
 
-_LOCK, _STOPS = "lock", "stops"
+_DOOR, _LOCK, _STOPS = "door", "lock", "stops"
 _depth = 0
 
 
@@ -44,11 +45,20 @@ class Folder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Wait until no job measures, and let none begin to."""
-        with (self.path / _LOCK).open("a") as file:
+        """Wait until no job measures, and let none begin to.
+
+        Who has just measured waits at the door until the next one has the lock: none measures twice while others wait.
+        """
+        with self._locked(_DOOR) as door, self._locked(_LOCK):
+            fcntl.flock(door, fcntl.LOCK_UN)
+            yield
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[TextIO]:
+        with (self.path / name).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
-                yield
+                yield file
             finally:
                 fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the file open
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
+import subprocess
 import sys
 import time
 
@@ -68,6 +71,34 @@ def test_while_one_measures_the_others_are_stopped(run):
     for one in found:
         expected = sum(end - begin for begin, end in (other["inside"] for other in found if other is not one))
         assert one["stopped"] == pytest.approx(expected, abs=0.2)
+
+
+#: Measures again and again, with hardly a pause between.
+GREEDY = """
+import os, pathlib, sys, time
+from bench.measure.alone import ENV_FOLDER, Folder
+
+folder = Folder(pathlib.Path(os.environ[ENV_FOLDER]))
+(folder.path / f"ready-{os.getpid()}").touch()
+while len([*folder.path.glob("ready-*")]) < 3:
+    time.sleep(0.01)
+for _ in range(20):
+    with folder.lock():
+        with (folder.path / "turns").open("a") as file:
+            print(os.getpid(), file=file)
+        time.sleep(0.03)
+"""
+
+
+def test_none_measures_twice_while_another_waits(tmp_path):
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    environment = {**os.environ, "PYTHONPATH": ".", alone.ENV_FOLDER: str(tmp_path / "gpu")}
+    workers = [subprocess.Popen([sys.executable, tmp_path / "greedy.py"], env=environment) for _ in range(3)]
+    assert [worker.wait(60) for worker in workers] == [0, 0, 0]
+    turns = (tmp_path / "gpu" / "turns").read_text().split()
+    assert len(turns) == 60
+    all_wait = turns[5 : 3 * 12]  # at first some may not have come yet, at last some have gone
+    assert [one for one, after in itertools.pairwise(all_wait) if one == after] == []
 
 
 @pytest.mark.parametrize("busy", [False, True])
