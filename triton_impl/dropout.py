@@ -24,6 +24,12 @@ from triton_impl.runtime.launch_cache import CachedKernel
 BLOCK = 1024
 
 
+@triton.jit
+def _dropout_block(out_ptr, input_ptr, i, mask, factors):
+    x = tl.load(input_ptr + i, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
+    tl.store(out_ptr + i, (x * factors).to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=ARGUMENTS)
 def _dropout_kernel(
     out_ptr, input_ptr, key_low, key_high, threshold, scale, numel, BLOCK: tl.constexpr, VECTOR: tl.constexpr
@@ -31,9 +37,11 @@ def _dropout_kernel(
     """``out[i] = mask(seed, i) · input[i] / (1 − p)``. Grid: (⌈numel / BLOCK⌉,). Layout: both contiguous."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = start + tl.arange(0, BLOCK)
-    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
-    y = x * factors_in_order(start, key_low, key_high, threshold, scale, BLOCK, VECTOR)
-    tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=i < numel)
+    factors = factors_in_order(start, key_low, key_high, threshold, scale, BLOCK, VECTOR)
+    if start + BLOCK <= numel:  # with a mask, whole vectors would need a `numel` that 16 divides
+        _dropout_block(out_ptr, input_ptr, i, None, factors)
+    else:
+        _dropout_block(out_ptr, input_ptr, i, i < numel, factors)
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)

@@ -75,12 +75,29 @@ def gelu_derivative(x, TANH: tl.constexpr):
 
 
 @triton.jit
+def _gelu_block(out_ptr, input_ptr, i, mask, TANH: tl.constexpr):
+    # The exact (erf) form is compute-bound: no eviction policy.
+    x = tl.load(input_ptr + i, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE if TANH else "").to(tl.float32)
+    tl.store(out_ptr + i, gelu_of(x, TANH).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _gelu_kernel(out_ptr, input_ptr, numel, TANH: tl.constexpr, BLOCK: tl.constexpr):
     """``out = gelu(input)``. Grid: (⌈numel / BLOCK⌉,). Layout: both dense, in one order."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # The exact (erf) form is compute-bound: no eviction policy.
-    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE if TANH else "").to(tl.float32)
-    tl.store(out_ptr + i, gelu_of(x, TANH).to(out_ptr.dtype.element_ty), mask=i < numel)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= numel:  # with a mask, whole vectors would need a `numel` that 16 divides
+        _gelu_block(out_ptr, input_ptr, i, None, TANH)
+    else:
+        _gelu_block(out_ptr, input_ptr, i, i < numel, TANH)
+
+
+@triton.jit
+def _gelu_backward_block(grad_input_ptr, grad_ptr, input_ptr, i, mask, TANH: tl.constexpr):
+    x = tl.load(input_ptr + i, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
+    grad = tl.load(grad_ptr + i, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
+    grad_input = grad * gelu_derivative(x, TANH)
+    tl.store(grad_input_ptr + i, grad_input.to(grad_input_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -89,11 +106,12 @@ def _gelu_backward_kernel(
 ):
     """``grad_input = grad · gelu'(input)``. Grid: (⌈numel / BLOCK⌉,). Layout: all dense, in one order."""
     griddepcontrol_wait(USE_PDL)
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
-    grad = tl.load(grad_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
-    grad_input = grad * gelu_derivative(x, TANH)
-    tl.store(grad_input_ptr + i, grad_input.to(grad_input_ptr.dtype.element_ty), mask=i < numel)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= numel:
+        _gelu_backward_block(grad_input_ptr, grad_ptr, input_ptr, i, None, TANH)
+    else:
+        _gelu_backward_block(grad_input_ptr, grad_ptr, input_ptr, i, i < numel, TANH)
 
 
 # The same for operands of any strides. Kernels of their own, because every argument costs host time.

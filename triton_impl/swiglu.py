@@ -50,13 +50,32 @@ def _swiglu_gradients(grad, gate, up):
 
 
 @triton.jit
+def _swiglu_block(out_ptr, gate_ptr, up_ptr, mask):
+    gate = tl.load(gate_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
+    up = tl.load(up_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
+    tl.store(out_ptr, _swiglu(gate, up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_backward_block(grad_gate_ptr, grad_up_ptr, grad_ptr, gate_ptr, up_ptr, mask):
+    gate = tl.load(gate_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
+    up = tl.load(up_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
+    grad = tl.load(grad_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
+    grad_gate, grad_up = _swiglu_gradients(grad, gate, up)
+    tl.store(grad_gate_ptr, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
+    tl.store(grad_up_ptr, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _swiglu_kernel(out_ptr, gate_ptr, up_ptr, numel, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     """``out = silu(gate) · up``. Grid: (⌈numel / BLOCK⌉,). Layout: all dense, in one order."""
     griddepcontrol_wait(USE_PDL)
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE)
-    up = tl.load(up_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE)
-    tl.store(out_ptr + i, _swiglu(gate, up).to(out_ptr.dtype.element_ty), mask=i < numel)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= numel:  # with a mask, whole vectors would need a `numel` that 16 divides
+        _swiglu_block(out_ptr + i, gate_ptr + i, up_ptr + i, None)
+    else:
+        _swiglu_block(out_ptr + i, gate_ptr + i, up_ptr + i, i < numel)
 
 
 @triton.jit
@@ -65,13 +84,12 @@ def _swiglu_backward_kernel(
 ):
     """Gradients of ``silu(gate) · up``. Grid: (⌈numel / BLOCK⌉,). Layout: all dense, in one order."""
     griddepcontrol_wait(USE_PDL)
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE)
-    up = tl.load(up_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE)
-    grad = tl.load(grad_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE)
-    grad_gate, grad_up = _swiglu_gradients(grad, gate, up)
-    tl.store(grad_gate_ptr + i, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=i < numel)
-    tl.store(grad_up_ptr + i, grad_up.to(grad_up_ptr.dtype.element_ty), mask=i < numel)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= numel:
+        _swiglu_backward_block(grad_gate_ptr + i, grad_up_ptr + i, grad_ptr + i, gate_ptr + i, up_ptr + i, None)
+    else:
+        _swiglu_backward_block(grad_gate_ptr + i, grad_up_ptr + i, grad_ptr + i, gate_ptr + i, up_ptr + i, i < numel)
 
 
 # The same for operands of any strides, in tiles of rows and columns. Where rows are dense, as in the two halves of one
@@ -89,9 +107,7 @@ def _swiglu_rows_kernel(
     out_ptr += offset_of(row, size1, size2, size3, o0, o1, o2, o3)[:, None] + column * o_step
     gate_ptr += offset_of(row, size1, size2, size3, g0, g1, g2, g3)[:, None] + column * g_step
     up_ptr += offset_of(row, size1, size2, size3, u0, u1, u2, u3)[:, None] + column * u_step
-    gate = tl.load(gate_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
-    up = tl.load(up_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
-    tl.store(out_ptr, _swiglu(gate, up).to(out_ptr.dtype.element_ty), mask=mask)
+    _swiglu_block(out_ptr, gate_ptr, up_ptr, mask)
 
 
 @triton.jit
@@ -108,12 +124,7 @@ def _swiglu_backward_rows_kernel(
     grad_ptr += offset_of(row, size1, size2, size3, gr0, gr1, gr2, gr3)[:, None] + column * gr_step
     gate_ptr += offset_of(row, size1, size2, size3, g0, g1, g2, g3)[:, None] + column * g_step
     up_ptr += offset_of(row, size1, size2, size3, u0, u1, u2, u3)[:, None] + column * u_step
-    gate = tl.load(gate_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
-    up = tl.load(up_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
-    grad = tl.load(grad_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
-    grad_gate, grad_up = _swiglu_gradients(grad, gate, up)
-    tl.store(grad_gate_ptr, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
-    tl.store(grad_up_ptr, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask)
+    _swiglu_backward_block(grad_gate_ptr, grad_up_ptr, grad_ptr, gate_ptr, up_ptr, mask)
 
 
 _forward = CachedKernel(_swiglu_kernel), CachedKernel(_swiglu_rows_kernel)

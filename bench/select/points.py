@@ -56,7 +56,7 @@ class Point:
 def case_of(row: Row) -> Case:
     """The call of a row: a set's case, or one made from the row's shapes, layouts and options."""
     shapes = tuple(None if shape is None else tuple(shape) for shape in row.shapes)
-    known = [member for name in (sets.SWEEP, sets.LENGTHS, sets.MODELS) for member in sets.members(name, row.op)]
+    known = [member for name in sets.SETS for member in sets.members(name, row.op)]
     for case, _ in known:  # which say what kinds of integers their arguments are, and whether a mask is boolean
         if case.id == row.shape and tuple(case.shapes) == shapes:
             return case

@@ -34,9 +34,16 @@ SPLIT_ROWS = 16
 NARROW_WINDOW = 256
 #: Queries of a tile of ``triton.warp_specialized``, and keys up to which ``flash`` is ahead at narrow heads.
 TRITON_QUERIES, SHORT_OF_TRITON = 128, 1024
+#: Keys up to which ``triton.flash`` is ahead where tiles are few: those that a query sees in the mean, and with
+#: gradients all of them, without and with a causal mask. It takes 0.69 to 0.79 of the time at 187 to 400 keys, 1.07 at
+#: 433 and 1.35 at 2,024; with gradients 0.89 to 0.97 with a causal mask (H200, head dimensions from 80 to 128).
+FEW_TILES_SEEN, FEW_TILES_WITH_GRADIENTS = 400, (256, 1536)
+#: Keys up to which ``cuda.wgmma`` is ahead at wider heads too, where its blocks are few: 0.71 to 1.0 of the time of
+#: ``persistent`` at 85 to 448 keys (H200).
+SHORT_OF_CUDA = 512
 #: Head dimensions whose gradients were measured beside cuDNN's on Hopper, keys up to which the cuda level is ahead at
-#: the least one, and from which above `WIDEST_BACKWARD`.
-HEADS_WITH_GRADIENTS, LONGEST_NARROW, SHORTEST_WIDE = (64, 96, 128, 160, 192, 256), 8192, 2048
+#: the least one, and from which above `WIDEST_BACKWARD`. Tiles pad 72 to 120 as they do 80 and 96.
+HEADS_WITH_GRADIENTS, LONGEST_NARROW, SHORTEST_WIDE = (*range(64, 129, 8), 160, 192, 256), 8192, 2048
 #: Head dimensions of queries and of values that have tiles of their own (csrc/attention/persistent.cu).
 OF_DEEPSEEK = (192, 128)
 #: The widest head dimension of `warp_specialized`'s backward pass on Hopper; wider ones, up to 256, are `wgmma`'s.
@@ -88,39 +95,53 @@ _known = functools.lru_cache(maxsize=4096)(_wgmma_is_cheaper)
 
 
 def prefer_wgmma(inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """Prefers ``cuda.wgmma`` to ``cuda.persistent`` at head dimensions up to 64 where a query sees few keys.
+    """Prefers ``cuda.wgmma`` to ``cuda.persistent`` where keys are few: at wide heads in a call of few tiles alone.
 
-    There the softmax takes as long as the products, and tiles of 192 queries by 128 keys compute many masked scores.
-    Five blocks of ``wgmma`` share an SM, each with tiles of 64 by 64. Of few heads they leave SMs idle at the end.
+    At head dimensions up to 64 the softmax takes as long as the products, and tiles of 192 queries by 128 keys compute
+    many masked scores. Five blocks of ``wgmma`` share an SM, each with tiles of 64 by 64. Of few heads they leave SMs
+    idle at the end.
     """
     query, key, value = inputs[:3]
-    if query.shape[-1] > NARROW_HEAD or value.shape[-1] > NARROW_HEAD or (len(inputs) > 3 and inputs[3] is not None):
+    if len(inputs) > 3 and inputs[3] is not None:
         return ()
     heads, seqlen_q, seqlen_k = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2]
     if seqlen_q * (query.shape[-3] // max(key.shape[-3], 1)) <= SPLIT_ROWS:
         return ()
+    if query.shape[-1] > NARROW_HEAD or value.shape[-1] > NARROW_HEAD:
+        short = concrete(seqlen_k) <= SHORT_OF_CUDA and _few_tiles(query, 1)
+        return ("cuda.wgmma",) if short else ()
     is_causal, window = options.get("is_causal", False), tuple(options.get("window_size", NO_WINDOW))
     # torch.compile traces the arithmetic, with symbolic lengths; other calls remember it by length.
     cheaper = _wgmma_is_cheaper if is_compiling() else _known
     return ("cuda.wgmma",) if cheaper(heads, seqlen_q, seqlen_k, is_causal, window, gpu.multiprocessors(query)) else ()
 
 
+def _few_tiles(query: torch.Tensor, waves: int) -> bool:
+    """Whether tiles of 128 queries fill the GPU's multiprocessors at most so many times."""
+    tiles = product_of(query.shape[:-2]) * -(-concrete(query.shape[-2]) // TRITON_QUERIES)
+    return tiles <= waves * gpu.multiprocessors(query)
+
+
 def triton_without_specialized_warps(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """Prefers other rungs to ``triton.warp_specialized``: ``tma`` for narrow windows, ``flash`` for little work.
 
-    Without a gradient ``flash`` takes 0.75 to 0.86 of the time where tiles are few, and at head dimensions up to 64
-    0.83 to 0.98 with a causal mask, 0.96 to 0.98 without for up to 1,024 keys (H200).
+    Without a gradient ``flash`` is ahead where tiles and keys are few. At head dimensions up to 64 it takes 0.83 to
+    0.98 of the time with a causal mask, 0.96 to 0.98 without for up to 1,024 keys (H200).
     """
     seen = keys_of_window(options)
     if seen is not None:
         return ("triton.tma",) if seen <= NARROW_WINDOW else ()
     query, key, value = inputs[:3]
-    if few_queries(query, key) or wants_gradient(query, key, value):
+    if few_queries(query, key):
         return ()
-    tiles = product_of(query.shape[:-2]) * -(-concrete(query.shape[-2]) // TRITON_QUERIES)
+    causal, keys = bool(options.get("is_causal")), concrete(key.shape[-2])
+    few = _few_tiles(query, 2)
+    if wants_gradient(query, key, value):
+        return ("triton.flash",) if few and keys <= FEW_TILES_WITH_GRADIENTS[causal] else ()
     narrow = max(concrete(query.shape[-1]), concrete(value.shape[-1])) <= NARROW_HEAD
-    short = bool(options.get("is_causal")) or concrete(key.shape[-2]) <= SHORT_OF_TRITON
-    return ("triton.flash",) if tiles <= 2 * gpu.multiprocessors(query) or (narrow and short) else ()
+    short = causal or keys <= SHORT_OF_TRITON
+    mean = keys // 2 if causal else keys
+    return ("triton.flash",) if (few and mean <= FEW_TILES_SEEN) or (narrow and short) else ()
 
 
 def few_queries(query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -157,6 +178,10 @@ def cuda_on_hopper(inputs: Inputs, options: Options) -> tuple[str, ...]:
     ``cuda.persistent``'s: less where sequences are long. At head dimension 256 and 4,096 keys its backward pass takes
     1.02 times as long with a causal mask, 1.08 without (H100).
 
+    A block of our backward pass has 128 keys of a head, and all heads of queries that share them: with grouped heads
+    blocks are few, and cuDNN's, which are of a head of queries, take 0.43 to 0.93 of the time (H200). So the level must
+    fill whole waves.
+
     With values of 128 beside queries of 192, as DeepSeek's models have them, cuDNN's forward pass takes 1.1 to 1.3
     times as long from 4,096 keys on, and about as long at 1,024. Its backward pass takes 1.15 times as long, or 0.7
     with a causal mask (H200).
@@ -172,9 +197,20 @@ def cuda_on_hopper(inputs: Inputs, options: Options) -> tuple[str, ...]:
         no_window = tuple(options.get("window_size") or NO_WINDOW) == NO_WINDOW
         behind = keys > LONGEST_NARROW if d <= NARROW_HEAD else d > WIDEST_BACKWARD and keys < SHORTEST_WIDE
         behind |= d != d_v and bool(options.get("is_causal"))
+        behind |= not _fills_waves(query, key)
         if d not in HEADS_WITH_GRADIENTS or behind or not no_window:
             return ()
     return *prefer_wgmma(inputs, options), "cuda.persistent"
+
+
+def _fills_waves(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether grouped heads have the blocks of two waves, and leave at most a tenth of them idle."""
+    heads, heads_kv = concrete(query.shape[-3]), concrete(key.shape[-3])
+    if heads == heads_kv:
+        return True
+    blocks = product_of(key.shape[:-2]) * -(-concrete(key.shape[-2]) // BACKWARD_KEYS)
+    waves = -(-blocks // gpu.multiprocessors(query))
+    return waves >= 2 and 10 * blocks >= 9 * waves * gpu.multiprocessors(query)
 
 
 def triton_for_gradients_of_packed(inputs: Inputs, options: Options) -> tuple[str, ...]:

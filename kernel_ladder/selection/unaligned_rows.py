@@ -1,34 +1,94 @@
-"""Rows that begin off 16 bytes: ``backend="auto"`` gives them to the Triton level.
+"""Rows of 16 bits that begin off 16 bytes: what ``backend="auto"`` takes, and ``backend="cuda"`` for the norms.
 
-The CUDA rungs that keep a row on chip count vectors of 16 bytes from the row's start, and read such rows by elements.
-Triton's rungs take 0.25 to 1.0 of the time (H200, 16 bits, 139 to 60,673 elements).
+The CUDA rungs that keep a row on chip count vectors of 16 bytes from the row's start. They join each of two aligned
+ones, and half as many threads fit on a multiprocessor. Triton's rungs take 0.2 to 1.0 of the time (H200, 139 to 133,723
+elements). ``cuda.block``, which waits for a whole row twice, has four times the threads: 0.5 to 0.95 of the time of
+few rows and of long ones.
 """
 
 from __future__ import annotations
 
-from kernel_ladder.selection import triton_norm, triton_softmax
+from typing import TYPE_CHECKING
+
+from kernel_ladder.selection import norm, triton_norm, triton_softmax
 from kernel_ladder.selection.features import begin_off
+from kernel_ladder.selection.softmax import where_unaligned
 from kernel_ladder.spec import Inputs, Options
-from kernel_ladder.tracing import concrete, product_of
+from kernel_ladder.tracing import concrete, product_of, wants_gradient
+
+if TYPE_CHECKING:
+    from kernel_ladder.selection.rules import Rule
+
+#: From so many elements a softmax without a gradient is `cuda.online`'s, which stores aligned vectors alone: 0.76 to
+#: 0.98 of the time of `triton.online` at 50,257 elements.
+LONG_SOFTMAX = 32768
+#: Elements of bias_gelu from which Triton's kernel is ahead: 0.54 to 0.79 of the time, 1.2 and more below (H200).
+LARGE_BIAS_GELU = 2**20
+#: Up to so many rows a kernel's length is that of one row's way through a block.
+FEW_ROWS = 256
+#: The longest rows whose `block` is ahead where rows are few, without and with a gradient. Above them a cluster shares
+#: a row, save for one of many.
+FEW_OF_BLOCK = (8192, 16384)
+#: From so many elements `block` is ahead of many rows, too.
+LONG_OF_BLOCK = {"layer_norm": 8192, "add_rms_norm": 4096}
+
+
+def _columns_and_rows(inputs: Inputs, options: Options) -> tuple[int, int]:
+    """The length of a norm's rows, 0 where they are none of 16 bits that begin off 16 bytes; and how many there are."""
+    x = inputs[0]
+    assert x is not None
+    columns = concrete(product_of(options.get("normalized_shape", x.shape[-1:])))
+    return (columns, product_of(x.shape) // columns) if x.is_cuda and columns and begin_off(x, columns) else (0, 0)
 
 
 def softmax(inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """Prefers the triton level for 16-bit rows that begin off 16 bytes."""
+    """Prefers the triton level for 16-bit rows that begin off 16 bytes, for many long ones `cuda.online`."""
     (x,) = inputs
     dim = options["dim"]
     assert x is not None
     if not x.is_cuda or x.dim() == 0 or concrete(x.stride(dim)) != 1 or not begin_off(x, concrete(x.shape[dim])):
         return ()
+    columns = concrete(x.shape[dim])
+    if columns >= LONG_SOFTMAX and product_of(x.shape) > FEW_ROWS * columns and not wants_gradient(x):
+        return where_unaligned(inputs, options)
     return *triton_softmax.softmax(inputs, options), "triton.fused"
 
 
-def layer_norm(inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """Prefers the triton level for 16-bit rows that begin off 16 bytes."""
-    x = inputs[0]
-    assert x is not None
-    if not x.is_cuda or not begin_off(x, product_of(options["normalized_shape"])):
-        return ()
-    return *triton_norm.layer_norm(inputs, options), "triton.fused"
+def _triton_for(rule: Rule) -> Rule:
+    def norm_of(inputs: Inputs, options: Options) -> tuple[str, ...]:
+        """Prefers the triton level for 16-bit rows that begin off 16 bytes."""
+        columns, _ = _columns_and_rows(inputs, options)
+        return (*rule(inputs, options), "triton.fused") if columns else ()
+
+    return norm_of
 
 
-RULES = {("softmax", "auto"): softmax, ("layer_norm", "auto"): layer_norm}
+def bias_gelu(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """Prefers ``triton.fused`` for many 16-bit rows that begin off 16 bytes."""
+    columns, rows = _columns_and_rows(inputs, options)
+    return ("triton.fused",) if columns * rows >= LARGE_BIAS_GELU else ()
+
+
+def _block_for(op: str, rule: Rule) -> Rule:
+    long = LONG_OF_BLOCK.get(op)
+
+    def norm_of(inputs: Inputs, options: Options) -> tuple[str, ...]:
+        columns, rows = _columns_and_rows(inputs, options)
+        if rows > FEW_ROWS:
+            block = long is not None and columns > long
+        else:
+            block = 0 < columns <= FEW_OF_BLOCK[wants_gradient(*inputs)]
+        return (*(("cuda.block",) if block else ()), *rule(inputs, options))
+
+    norm_of.__doc__ = f"{(rule.__doc__ or '').strip()}\n\nOf rows off 16 bytes `block` for few of them, and long ones."
+    return norm_of
+
+
+RULES: dict[tuple[str, str], Rule] = {
+    ("softmax", "auto"): softmax,
+    ("layer_norm", "auto"): _triton_for(triton_norm.layer_norm),
+    ("rms_norm", "auto"): _triton_for(triton_norm.rms_norm),
+    ("add_rms_norm", "auto"): _triton_for(triton_norm.add_rms_norm),
+    ("bias_gelu", "auto"): bias_gelu,
+    **{(op, "cuda"): _block_for(op, rule) for op, rule in norm.BY_LENGTH.items()},
+}

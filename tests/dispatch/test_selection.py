@@ -114,6 +114,8 @@ def test_an_unknown_shape_is_told(capsys):
         ((16, 50257), (50257, 1), False, ("cuda.cluster", "cuda.online")),  # few rows
         ((17, 50256), (50256, 1), False, ()),
         ((17, 33), (33, 1), False, ()),  # short
+        ((229, 1767), (1767, 1), False, ("cuda.shared", "cuda.online")),
+        ((16, 1767), (1767, 1), False, ()),
         ((50257, 17), (1, 50257), False, ()),  # along dim 1 not dense
     ],
 )
@@ -146,8 +148,93 @@ def test_auto_gives_rows_off_16_bytes_to_triton(rows, columns, dtype, of_softmax
     assert RULES["layer_norm", "auto"]((x, None, None), {"normalized_shape": (columns,)})[:1] == (
         (of_norm,) if of_norm else ()
     )
+    for op in ("rms_norm", "add_rms_norm"):
+        assert bool(RULES[op, "auto"]((x, x, None), {"normalized_shape": (columns,)})) == bool(of_norm)
     assert RULES["softmax", "auto"]((down,), {"dim": 1}) == ()
     assert {"triton.fused", "triton.online", "triton.cluster"} <= set(ORDERS["softmax"]) & set(ORDERS["layer_norm"])
+
+
+def test_many_long_rows_of_softmax_off_16_bytes_stay_with_cuda():
+    with FakeTensorMode():
+        make = functools.partial(torch.empty, device="cuda:0", dtype=torch.bfloat16)
+        x, few, trained = make(777, 50257), make(256, 50257), make(777, 50257, requires_grad=True)
+    choices = [RULES["softmax", "auto"]((rows,), {"dim": 1})[0] for rows in (x, few, trained)]
+    assert choices == ["cuda.online", "triton.online", "triton.online"]
+
+
+@pytest.mark.parametrize(("rows", "columns", "taken"), [(1391, 11065, True), (1391, 11064, False), (421, 1887, False)])
+def test_auto_gives_much_of_bias_gelu_off_16_bytes_to_triton(rows, columns, taken):
+    with FakeTensorMode():
+        x = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda:0")
+    assert RULES["bias_gelu", "auto"]((x, x), {"approximate": "none"}) == (("triton.fused",) if taken else ())
+
+
+@pytest.mark.parametrize(
+    ("op", "rows", "columns", "gradient", "block"),
+    [
+        ("rms_norm", 7, 419, False, True),
+        ("rms_norm", 545, 411, False, False),
+        ("rms_norm", 3075, 12123, False, False),
+        ("rms_norm", 7, 420, False, True),
+        ("rms_norm", 7, 424, False, False),  # on 16 bytes
+        ("layer_norm", 35, 15595, False, False),
+        ("layer_norm", 35, 15595, True, True),
+        ("layer_norm", 35, 20707, True, False),
+        ("layer_norm", 5471, 12001, False, True),
+        ("layer_norm", 22545, 7245, False, False),
+        ("add_rms_norm", 23501, 6237, False, True),
+    ],
+)
+def test_norms_of_rows_off_16_bytes_prefer_a_block_a_row(op, rows, columns, gradient, block):
+    with FakeTensorMode():
+        x = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda:0", requires_grad=gradient)
+    names = RULES[op, "cuda"]((x,), {"normalized_shape": (columns,)})
+    assert (names[0] == "cuda.block") == block
+    assert {"cuda.registers", "cuda.cluster"} <= set(names), "others may be all that takes the call"
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "head_dim", "causal", "of_cuda", "of_triton", "with_gradients"),
+    [
+        ((4, 1), 320, 128, True, True, True, True),
+        ((16, 16), 512, 128, False, True, False, False),
+        ((16, 16), 513, 128, False, False, False, False),
+        ((2, 2), 433, 80, False, True, False, False),
+        ((28, 4), 777, 128, True, False, True, True),
+        ((32, 8), 1601, 128, True, False, False, False),
+        ((256, 256), 320, 128, True, False, False, False),  # many tiles
+    ],
+)
+def test_attention_of_few_tiles(heads, keys, head_dim, causal, of_cuda, of_triton, with_gradients, monkeypatch):
+    monkeypatch.setattr(selection.attention.gpu, "multiprocessors", lambda x: 132)
+    query, key = (torch.empty(1, h, keys, head_dim, dtype=torch.bfloat16, device="meta") for h in heads)
+    trained, options = query.clone().requires_grad_(), {"is_causal": causal}
+    assert RULES["attention", "cuda"]((query, key, key), options) == (("cuda.wgmma",) if of_cuda else ())
+    assert RULES["attention", "triton"]((query, key, key), options) == (("triton.flash",) if of_triton else ())
+    assert RULES["attention", "triton"]((trained, key, key), options) == (("triton.flash",) if with_gradients else ())
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "keys", "head_dim", "taken"),
+    [
+        (1, (32, 8), 4096, 128, True),  # 256 blocks of the backward pass on 132 multiprocessors
+        (2, (32, 8), 4096, 128, True),
+        (1, (28, 4), 4096, 128, False),  # one wave
+        (3, (32, 4), 2888, 64, False),  # 2.1 waves
+        (1, (28, 4), 777, 128, False),
+        (1, (28, 28), 777, 128, True),  # a head of keys each
+        (1, (8, 8), 5115, 80, True),
+        (1, (8, 8), 5115, 84, False),  # not measured
+    ],
+)
+def test_auto_trains_grouped_attention_in_cuda_where_it_fills_waves(hopper, batch, heads, keys, head_dim, taken,
+                                                                    monkeypatch):  # fmt: skip
+    monkeypatch.setattr(selection.attention.gpu, "multiprocessors", lambda x: 132)
+    with FakeTensorMode():
+        make = functools.partial(torch.empty, device="cuda:0", dtype=torch.bfloat16)
+        query, key = make(batch, heads[0], keys, head_dim, requires_grad=True), make(batch, heads[1], keys, head_dim)
+        assert bool(RULES["attention", "auto"]((query, key, key), {"is_causal": True})) == taken
+        assert RULES["attention", "auto"]((query.detach(), key, key), {"is_causal": True}), "forward alone"
 
 
 @pytest.mark.parametrize(
@@ -236,9 +323,11 @@ def test_rules_can_be_traced(dynamic):
     def choices(query: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[object, ...]:
         causal, rows = {"is_causal": True}, (x[:, :768], weight, None)
         of_attention = [RULES["attention", level]((query,) * 3, causal) for level in ("cuda", "triton")]
-        of_softmax = [RULES["softmax", level]((x,), {"dim": 1}) for level in ("cuda", "triton")]
+        of_softmax = [RULES["softmax", level]((x,), {"dim": 1}) for level in ("cuda", "triton", "auto")]
+        norm, levels = {"normalized_shape": (x.shape[1],)}, ("cuda", "triton", "auto")
+        of_norms = [RULES[op, level]((x, x), norm) for op in ("rms_norm", "add_rms_norm") for level in levels]
         of_linear = [RULES["linear", level](rows, {"activation": None}) for level in ("cuda", "triton", "auto")]
-        return *of_attention, *of_softmax, *of_linear, gpu.multiprocessors(query)
+        return *of_attention, *of_softmax, *of_norms, *of_linear, gpu.multiprocessors(query)
 
     traced = torch.compile(choices, backend="eager", fullgraph=True, dynamic=dynamic)
     for batch, length in ((2, 777), (3, 800)):

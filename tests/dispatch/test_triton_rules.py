@@ -42,12 +42,24 @@ def test_the_rung_tried_first(op, n_cols, gradient, rung):
 
 
 @pytest.mark.parametrize(
-    ("n_cols", "gradient", "rung"), [(4095, False, "fused"), (7245, False, "online"), (7245, True, "fused"),
-                                     (12001, True, "online")],
-)  # fmt: skip
-def test_rows_of_layer_norm_off_16_bytes(n_cols, gradient, rung):
-    x = torch.empty(64, n_cols, device="meta", dtype=torch.bfloat16, requires_grad=gradient)
-    assert RULES["layer_norm", "triton"]((x,), {"normalized_shape": (n_cols,)}) == (f"triton.{rung}",)
+    ("rows", "n_cols", "gradient", "of_layer_norm", "of_rms_norm"),
+    [
+        (200, 4095, False, "fused", "fused"),
+        (200, 7245, False, "online", "fused"),
+        (200, 8193, False, "online", "online"),
+        (200, 7245, True, "fused", "fused"),
+        (200, 12001, True, "online", "online"),
+        (67, 5599, False, "fused", "fused"),  # few rows
+        (9, 69929, False, "cluster", "cluster"),
+        (9, 69929, True, "online", "online"),
+    ],
+)
+def test_rows_of_norms_off_16_bytes(rows, n_cols, gradient, of_layer_norm, of_rms_norm):
+    x = torch.empty(rows, n_cols, device="meta", dtype=torch.bfloat16, requires_grad=gradient)
+    options = {"normalized_shape": (n_cols,)}
+    assert RULES["layer_norm", "triton"]((x,), options) == (f"triton.{of_layer_norm}",)
+    for op in ("rms_norm", "add_rms_norm"):
+        assert RULES[op, "triton"]((x,), options) == (f"triton.{of_rms_norm}",)
 
 
 def test_few_rows_of_softmax_are_spread_over_clusters():
