@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import gc
 import os
 import pickle
@@ -10,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_ladder
 from kernel_ladder import autograd, operators, table
@@ -222,3 +225,12 @@ def test_an_exported_program_takes_any_number_of_rows(level, strict):
     )
     x = torch.randn(7, 24, device=DEVICE)
     torch.testing.assert_close(exported.module()(x), module(x))
+
+
+@pytest.mark.parametrize("without_data", [False, True])
+def test_a_gradient_in_a_graph_refuses_to_be_differentiated(without_data):
+    with FakeTensorMode() if without_data else contextlib.nullcontext():
+        x, grad = torch.ones(3), torch.ones(3, requires_grad=True)
+        backward = functools.partial(torch.ops.kernel_ladder.backward, "gelu", "triton.fused")
+        with pytest.raises(RuntimeError, match=r"gelu: triton\.fused can be differentiated only once"):
+            backward([grad], [x], "", [], [True])
