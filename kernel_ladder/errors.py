@@ -32,11 +32,11 @@ class RungFileError(ValueError):
 
 
 #: Parts of out-of-memory messages: of the CUDA level's operators, and of XLA.
-_SIGNS_OF_MEMORY = ("could not allocate", "RESOURCE_EXHAUSTED")
+_SIGNS_OF_MEMORY = ("could not allocate", "RESOURCE_EXHAUSTED", "Triton Error [CUDA]: out of memory")
 
 
 def is_for_memory(error: Exception) -> bool:
-    """Whether an error means out of memory. PyTorch's stable ABI and XLA have no exception type for it."""
+    """Whether an error means out of memory. PyTorch's stable ABI, Triton and XLA have no type for it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_MEMORY)
