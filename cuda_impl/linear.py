@@ -68,6 +68,8 @@ def _split_k_unsupported(
         return reason
     if input.stride(-1) != 1 or weight.stride(1) != 1:
         return "needs an input and a weight whose rows are dense"
+    if input.shape[-1] == 1 and weight.shape[0] * input.numel() > 1:  # then TMA reads along the other dimension
+        return "takes rows of more than one element"
     return None
 
 
