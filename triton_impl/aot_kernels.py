@@ -112,8 +112,8 @@ ROPE = [
 _SCALE = {"scale": "fp32"}
 
 DROPOUT = [
-    entry(dropout._dropout_kernel, "bf16", {"BLOCK": dropout.BLOCK, "VECTOR": 8}, types=_SCALE),
-    entry(dropout._dropout_kernel, "fp32", {"BLOCK": dropout.BLOCK, "VECTOR": 4}, types=_SCALE),
+    entry(dropout._dropout_kernel, "bf16", {"EVEN": True, "BLOCK": dropout.BLOCK, "VECTOR": 8}, types=_SCALE),
+    entry(dropout._dropout_kernel, "fp32", {"EVEN": False, "BLOCK": dropout.BLOCK, "VECTOR": 4}, types=_SCALE),
     entry(dropout._dropout_strided_kernel, "bf16", {"BLOCK": dropout.BLOCK}, types=_SCALE),
 ]
 

@@ -25,23 +25,32 @@ BLOCK = 1024
 
 
 @triton.jit
-def _dropout_block(out_ptr, input_ptr, i, mask, factors):
+def _dropout_block(
+    out_ptr, input_ptr, key_low, key_high, threshold, scale, start, mask, BLOCK: tl.constexpr, VECTOR: tl.constexpr
+):
+    i = start + tl.arange(0, BLOCK)
     x = tl.load(input_ptr + i, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
-    tl.store(out_ptr + i, (x * factors).to(out_ptr.dtype.element_ty), mask=mask)
+    y = x * factors_in_order(start, key_low, key_high, threshold, scale, BLOCK, VECTOR)
+    tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
 def _dropout_kernel(
-    out_ptr, input_ptr, key_low, key_high, threshold, scale, numel, BLOCK: tl.constexpr, VECTOR: tl.constexpr
+    out_ptr, input_ptr, key_low, key_high, threshold, scale, numel,
+    EVEN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """``out[i] = mask(seed, i) · input[i] / (1 − p)``. Grid: (⌈numel / BLOCK⌉,). Layout: both contiguous."""
+    """``out[i] = mask(seed, i) · input[i] / (1 − p)``. Grid: (⌈numel / BLOCK⌉,). Layout: both contiguous.
+
+    EVEN: 16 divides `numel`. Then a mask has whole vectors, and one block of code is enough.
+    """
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    i = start + tl.arange(0, BLOCK)
-    factors = factors_in_order(start, key_low, key_high, threshold, scale, BLOCK, VECTOR)
-    if start + BLOCK <= numel:  # with a mask, whole vectors would need a `numel` that 16 divides
-        _dropout_block(out_ptr, input_ptr, i, None, factors)
+    mask = start + tl.arange(0, BLOCK) < numel
+    if EVEN:
+        _dropout_block(out_ptr, input_ptr, key_low, key_high, threshold, scale, start, mask, BLOCK, VECTOR)
+    elif start + BLOCK <= numel:
+        _dropout_block(out_ptr, input_ptr, key_low, key_high, threshold, scale, start, None, BLOCK, VECTOR)
     else:
-        _dropout_block(out_ptr, input_ptr, i, i < numel, factors)
+        _dropout_block(out_ptr, input_ptr, key_low, key_high, threshold, scale, start, mask, BLOCK, VECTOR)
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
@@ -68,7 +77,7 @@ def _dropout(input: torch.Tensor, mask: tuple[int, int, int, float]) -> torch.Te
     numel = input.numel()
     programs = triton.cdiv(numel, BLOCK)
     if numel and input.is_contiguous():
-        _dense(programs, (output, input), (numel, BLOCK, 16 // input.element_size()), mask)
+        _dense(programs, (output, input), (numel, numel % 16 == 0, BLOCK, 16 // input.element_size()), mask)
     elif numel:
         _strided(programs, (output, input), (numel, *indexing(output, input), BLOCK), mask)
     return output
