@@ -1,4 +1,4 @@
-"""Rows of 16 bits that begin off 16 bytes: what ``backend="auto"`` takes, and ``backend="cuda"`` for the norms.
+"""Rows of 16 bits that begin off 16 bytes: what norms and bias_gelu take by ``backend="auto"``, norms by ``"cuda"``.
 
 The CUDA rungs that keep a row on chip count vectors of 16 bytes from the row's start. They join each of two aligned
 ones, and half as many threads fit on a multiprocessor. Triton's rungs take 0.2 to 1.0 of the time (H200, 139 to 133,723
@@ -10,18 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kernel_ladder.selection import norm, triton_norm, triton_softmax
+from kernel_ladder.selection import norm, triton_norm
 from kernel_ladder.selection.features import begin_off
-from kernel_ladder.selection.softmax import where_unaligned
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.tracing import concrete, product_of, wants_gradient
 
 if TYPE_CHECKING:
     from kernel_ladder.selection.rules import Rule
 
-#: From so many elements a softmax without a gradient is `cuda.online`'s, which stores aligned vectors alone: 0.76 to
-#: 0.98 of the time of `triton.online` at 50,257 elements.
-LONG_SOFTMAX = 32768
 #: Elements of bias_gelu from which Triton's kernel is ahead: 0.54 to 0.79 of the time, 1.2 and more below (H200).
 LARGE_BIAS_GELU = 2**20
 #: Up to so many rows a kernel's length is that of one row's way through a block.
@@ -41,19 +37,6 @@ def _columns_and_rows(inputs: Inputs, options: Options) -> tuple[int, int]:
     return (columns, product_of(x.shape) // columns) if x.is_cuda and columns and begin_off(x, columns) else (0, 0)
 
 
-def softmax(inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """Prefers the triton level for 16-bit rows that begin off 16 bytes, for many long ones `cuda.online`."""
-    (x,) = inputs
-    dim = options["dim"]
-    assert x is not None
-    if not x.is_cuda or x.dim() == 0 or concrete(x.stride(dim)) != 1 or not begin_off(x, concrete(x.shape[dim])):
-        return ()
-    columns = concrete(x.shape[dim])
-    if columns >= LONG_SOFTMAX and product_of(x.shape) > FEW_ROWS * columns and not wants_gradient(x):
-        return where_unaligned(inputs, options)
-    return *triton_softmax.softmax(inputs, options), "triton.fused"
-
-
 def _triton_for(rule: Rule) -> Rule:
     def norm_of(inputs: Inputs, options: Options) -> tuple[str, ...]:
         """Prefers the triton level for 16-bit rows that begin off 16 bytes."""
@@ -67,6 +50,12 @@ def bias_gelu(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """Prefers ``triton.fused`` for many 16-bit rows that begin off 16 bytes."""
     columns, rows = _columns_and_rows(inputs, options)
     return ("triton.fused",) if columns * rows >= LARGE_BIAS_GELU else ()
+
+
+def long_rows_of_fusion(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """Prefers ``triton.online`` for 16-bit rows off 16 bytes of more than 8192 elements."""
+    columns, _ = _columns_and_rows(inputs, options)
+    return ("triton.online",) if columns > triton_norm.FUSED_BACKWARD else ()
 
 
 def _block_for(op: str, rule: Rule) -> Rule:
@@ -85,10 +74,10 @@ def _block_for(op: str, rule: Rule) -> Rule:
 
 
 RULES: dict[tuple[str, str], Rule] = {
-    ("softmax", "auto"): softmax,
     ("layer_norm", "auto"): _triton_for(triton_norm.layer_norm),
     ("rms_norm", "auto"): _triton_for(triton_norm.rms_norm),
     ("add_rms_norm", "auto"): _triton_for(triton_norm.add_rms_norm),
+    ("bias_dropout_add_layer_norm", "auto"): long_rows_of_fusion,
     ("bias_gelu", "auto"): bias_gelu,
     **{(op, "cuda"): _block_for(op, rule) for op, rule in norm.BY_LENGTH.items()},
 }

@@ -210,14 +210,15 @@ def test_a_table_that_mends_a_bad_choice_is_kept_where_the_mean_gains_little():
 def test_the_table_of_an_older_sweep_is_that_of_its_archived_and_later_rows():
     archived = environment.PUBLISHED / "archive" / "nvidia-h200-2026-11-27.jsonl"
     later = environment.PUBLISHED / "others" / "nvidia-h200.jsonl"
-    of_models = later.parent / "models" / later.name
-    assert main(["select", *map(str, (archived, later, of_models)), "--check"]) == 0
+    of_sets = [later.parent / name / later.name for name in sets.SETS if name != sets.SWEEP]
+    assert main(["select", *map(str, (archived, later, *of_sets)), "--check"]) == 0
 
 
 #: Names that a table leaves beyond a tenth, by GPU, operation, name and pass, and why.
 BEYOND = {
     ("NVIDIA H200", "softmax", "auto", "forward"): (
-        "one row of 128,256 takes 5.2 µs where 3.8 would do, and one of 152,064 5.2 where the other rung takes 5.8"
+        "of three to five rows, or one of 128,256, the table of the other half is worse than rules: they take 0.2 to "
+        "2 µs more than need be, less than a call costs on the host"
     ),
 }
 

@@ -133,7 +133,9 @@ def hopper(monkeypatch):
     ("rows", "columns", "dtype", "of_softmax", "of_norm"),
     [
         (229, 1767, torch.bfloat16, "triton.fused", "triton.fused"),
-        (229, 1768, torch.bfloat16, None, None),
+        (229, 1768, torch.bfloat16, "triton.fused", None),  # half of the CUDA kernel's threads have no vector
+        (229, 2048, torch.bfloat16, None, None),
+        (229, 1024, torch.bfloat16, None, None),
         (229, 1767, torch.float32, None, None),
         (5471, 7245, torch.float16, "triton.fused", "triton.online"),
         (533, 14515, torch.bfloat16, "triton.online", "triton.online"),
@@ -152,6 +154,36 @@ def test_auto_gives_rows_off_16_bytes_to_triton(rows, columns, dtype, of_softmax
         assert bool(RULES[op, "auto"]((x, x, None), {"normalized_shape": (columns,)})) == bool(of_norm)
     assert RULES["softmax", "auto"]((down,), {"dim": 1}) == ()
     assert {"triton.fused", "triton.online", "triton.cluster"} <= set(ORDERS["softmax"]) & set(ORDERS["layer_norm"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "classes", "smoothing", "taken"),
+    [
+        (torch.bfloat16, 4096, 0.0, True),
+        (torch.bfloat16, 4095, 0.0, False),
+        (torch.bfloat16, 65537, 0.0, False),
+        (torch.bfloat16, 32000, 0.1, False),
+        (torch.float32, 32000, 0.0, False),
+    ],
+)
+def test_auto_gives_cross_entropy_of_some_classes_to_triton(dtype, classes, smoothing, taken):
+    with FakeTensorMode():
+        x, target = torch.empty(8, classes, dtype=dtype, device="cuda:0"), torch.empty(8, dtype=torch.int64)
+    names = RULES["cross_entropy", "auto"]((x, target), {"label_smoothing": smoothing})
+    assert names == (("triton.online",) if taken else ())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "taken"),
+    [((8, 1536), -1, True), ((8, 1536), 0, False), ((8, 1536), None, False), ((8, 1024), 1, False),
+     ((8, 16384), 1, False), ((4, 8, 5120), (2,), True), ((4, 8, 5120), (1, 2), False), ((1536,), 0, False)],
+)  # fmt: skip
+def test_auto_gives_sums_of_some_rows_to_triton(shape, dim, taken):
+    with FakeTensorMode():
+        x = torch.empty(shape, dtype=torch.bfloat16, device="cuda:0")
+        wide = torch.empty(shape, dtype=torch.float32, device="cuda:0")
+    assert RULES["sum", "auto"]((x,), {"dim": dim}) == (("triton.two_stage",) if taken else ())
+    assert RULES["sum", "auto"]((wide,), {"dim": dim}) == ()
 
 
 def test_many_long_rows_of_softmax_off_16_bytes_stay_with_cuda():
