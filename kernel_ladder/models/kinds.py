@@ -15,6 +15,7 @@ from kernel_ladder.models import dropping
 from kernel_ladder.nn.arguments import check_mask
 from kernel_ladder.nn.attention import MultiheadAttention
 from kernel_ladder.nn.norms import beside
+from kernel_ladder.selection.small import left_to_module
 from kernel_ladder.selection.unaligned import never_needed
 
 
@@ -93,6 +94,8 @@ class LayerNorm(Patched):
         return type(module) is torch.nn.LayerNorm
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        if left_to_module(self._backend, input, self.weight):
+            return super().forward(input)  # type: ignore[misc]
         return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, backend=self._backend)
 
 
@@ -104,6 +107,8 @@ class TorchRMSNorm(Patched):
         return type(module) is torch.nn.RMSNorm
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if left_to_module(self._backend, x, self.weight):
+            return super().forward(x)  # type: ignore[misc]
         weight = beside(x, self.weight)
         return ops.rms_norm(x, self.normalized_shape, weight, self.eps, backend=self._backend)
 

@@ -1,12 +1,16 @@
-"""Calls that ``backend="auto"`` leaves to the compiler of a graph on a GPU: those whose launch outlasts their work.
+"""Calls whose launch outlasts their work: what ``backend="auto"`` leaves to others then.
 
 A model that generates computes one token a step. Each of its rows and elements takes less time to move than a kernel
-takes to launch. Inductor computes several such operations in one kernel, which no rung of one operation can.
+takes to launch. In a graph Inductor computes several such operations in one kernel, which no rung of one operation can.
+In eager code the host decides, and PyTorch's own functions take the least of it.
 """
 
 from __future__ import annotations
 
+import torch
+
 from kernel_ladder import table
+from kernel_ladder.selection import measured
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.table import Variant
 from kernel_ladder.tracing import concrete, wants_gradient
@@ -30,3 +34,14 @@ def left_to_compiler(op: str, backend: str, inputs: Inputs, options: Options) ->
     reason, found = table.at_level(op, "compile")
     formula = found.get("compile.default")
     return formula if reason is None and formula and formula.unsupported(*inputs, **options) is None else None
+
+
+def left_to_module(backend: str | None, x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Whether a patched module of one PyTorch function keeps a call: of few elements, without a gradient.
+
+    The checks and the choice before a rung take longer than the function. It takes no weight of another dtype.
+    """
+    if backend != "auto" or type(x) is not torch.Tensor or concrete(x.numel()) > FEW or wants_gradient(x):
+        return False
+    alike = weight is None or (weight.dtype == x.dtype and not wants_gradient(weight))
+    return alike and not measured.enabled()

@@ -402,3 +402,40 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="`model`, a Sequential, is not patched"):
         models.unpatch(model)
     assert type(model[0]) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("backend", "rows", "mixed", "gradient", "kept_by_module"),
+    [
+        ("auto", 3, False, False, True),
+        ("auto", 2**16 + 1, False, False, False),
+        ("auto", 3, True, False, False),
+        ("auto", 3, False, True, False),
+        ("torch", 3, False, False, False),
+    ],
+)
+@pytest.mark.parametrize(("kind", "op"), [(torch.nn.LayerNorm, "layer_norm"), (torch.nn.RMSNorm, "rms_norm")])
+def test_norms_keep_calls_that_wait_for_the_host(kind, op, backend, rows, mixed, gradient, kept_by_module, monkeypatch):
+    """Of few elements, without a gradient: PyTorch's one function takes less of the host's time than a rung's call."""
+    norm = kind(16, eps=1e-5)
+    models.patch(torch.nn.Sequential(norm), backend=backend, report=False)
+    public, called = getattr(kl, op), []
+    monkeypatch.setattr(f"kernel_ladder.ops.{op}", lambda *x, **k: (called.append(op), public(*x, **k))[1])
+    x = torch.randn(rows, 16, dtype=torch.bfloat16 if mixed else torch.float32, device=DEVICE, requires_grad=gradient)
+    norm.to(DEVICE)
+    with torch.set_grad_enabled(gradient):
+        y = norm(x)
+    assert bool(called) != kept_by_module
+    expected = getattr(torch.nn.functional, op)(x.float(), (16,), eps=1e-5)
+    torch.testing.assert_close(y.float(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_norms_that_may_keep_a_call_are_traced_without_a_guard_on_its_size(dynamic):
+    model = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.RMSNorm(16, eps=1e-5)).to(DEVICE)
+    models.patch(model, backend="auto", report=False)
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        for rows in (3, 5, 7):
+            x = torch.randn(rows, 16, device=DEVICE)
+            torch.testing.assert_close(compiled(x), model(x))
