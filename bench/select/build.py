@@ -16,6 +16,8 @@ from kernel_ladder.selection.tables import Entry
 LEAST_MEAN_GAIN = 1.03
 #: or where the rules' worst choice takes longer than the best rung by more than this factor, and the table's does not.
 MOST_REGRET = 1.10
+#: Digits of a regret as the table's file has it.
+DIGITS = 4
 #: Calls under this many points per name and pass get no table.
 LEAST_POINTS = 2
 
@@ -47,7 +49,7 @@ class Part(NamedTuple):
     def kept(self) -> bool:
         """Whether the table is better than the rules: at its points, and no worse at those held out."""
         gain = self.rules.mean / self.table.mean
-        mends_the_worst = self.rules.worst > MOST_REGRET >= self.table.worst
+        mends_the_worst = round(self.rules.worst, DIGITS) > MOST_REGRET >= round(self.table.worst, DIGITS)
         no_worse = self.held_out_table is None or (
             self.held_out_rules is not None and self.held_out_table.mean <= self.held_out_rules.mean
         )

@@ -71,8 +71,8 @@ def _regret(part: Part) -> dict[str, Any]:
             return None
         mean, p95, worst, call, count, near = regret
         return {
-            "mean": round(mean, 4), "p95": round(p95, 4), "worst": round(worst, 4), "at": call, "points": count,
-            "within 3 %": near,
+            "mean": round(mean, build.DIGITS), "p95": round(p95, build.DIGITS), "worst": round(worst, build.DIGITS),
+            "at": call, "points": count, "within 3 %": near,
         }  # fmt: skip
 
     return {
