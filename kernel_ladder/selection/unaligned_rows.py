@@ -1,9 +1,8 @@
 """Rows of 16 bits that begin off 16 bytes: what norms and bias_gelu take by ``backend="auto"``, norms by ``"cuda"``.
 
-The CUDA rungs that keep a row on chip count vectors of 16 bytes from the row's start. They join each of two aligned
-ones, and half as many threads fit on a multiprocessor. Triton's rungs take 0.2 to 1.0 of the time (H200, 139 to 133,723
-elements). ``cuda.block``, which waits for a whole row twice, has four times the threads: 0.5 to 0.95 of the time of
-few rows and of long ones.
+The CUDA rungs that keep a row on chip count vectors of 16 bytes from the row's start, and join each of two aligned
+ones: half as many threads fit on a multiprocessor. Triton's rungs take 0.2 to 1.0 of the time (H200, 139 to 133,723
+elements). ``cuda.block`` keeps no row, so that more threads fit: 0.5 to 0.95 of the time for few rows and for long ones.
 """
 
 from __future__ import annotations
