@@ -2,7 +2,7 @@
 
 The CUDA rungs that keep a row on chip count vectors of 16 bytes from the row's start, and join each of two aligned
 ones: half as many threads fit on a multiprocessor. Triton's rungs take 0.2 to 1.0 of the time (H200, 139 to 133,723
-elements). ``cuda.block`` keeps no row, so that more threads fit: 0.5 to 0.95 of the time for few rows and for long ones.
+elements). ``cuda.block`` keeps no row, so that more threads fit: 0.5 to 0.95 of the time for few rows and long ones.
 """
 
 from __future__ import annotations
