@@ -6,8 +6,8 @@ A chooser stands for a backend's name. It remembers its choice by the kind of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -151,26 +151,29 @@ class Chooser:
         choose, rungs = self.levels[name]
         return (*choose(inputs, options), *(v.name for v in rungs))
 
-    def _supported(self, first: Sequence[str], inputs: Inputs, options: Options) -> Any:
+    def _supported(self, first: Sequence[str], inputs: Inputs, options: Options) -> Iterator[Variant]:
         """The rungs that take the call, in the order without table and measurement."""
         order = dict.fromkeys([*(self._rungs[name] for name in first if name in self._rungs), *self.order])
-        if self.levels is not None:
-            order = dict.fromkeys(self._by_levels(list(order), inputs, options))
-        return (v for v in order if v.unsupported(*inputs, **options) is None)
+        seen = set()
+        for rung in order if self.levels is None else self._by_levels(order, inputs, options):
+            if rung not in seen and rung.unsupported(*inputs, **options) is None:
+                yield rung
+            seen.add(rung)
 
-    def _by_levels(self, order: list[Variant], inputs: Inputs, options: Options) -> list[Variant]:
-        """The order of ``"auto"``: before the first rung of each level what the level's chooser names."""
+    def _by_levels(self, order: Iterable[Variant], inputs: Inputs, options: Options) -> Iterator[Variant]:
+        """The order of ``"auto"``: before the first rung of each level what the level's chooser names.
+
+        A chooser is asked when its level's turn comes: most calls go to the first.
+        """
         assert self.levels is not None
-        found: list[Variant] = []
         seen: set[str] = set()
         for rung in order:
             if rung.level in self.levels and rung.level not in seen:
                 seen.add(rung.level)
                 choose, rungs = self.levels[rung.level]
                 by_name = {v.name: v for v in rungs}
-                found += [by_name[name] for name in choose(inputs, options) if name in by_name]
-            found.append(rung)
-        return found
+                yield from (by_name[name] for name in choose(inputs, options) if name in by_name)
+            yield rung
 
     def _contenders(self, rule: tuple[str, ...], inputs: Inputs, options: Options) -> list[Variant]:
         """The rungs to time: the first in order, and the last ones of each ladder that take the call."""

@@ -66,21 +66,21 @@ def slug(gpu_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")
 
 
-def distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
-    """The largest ratio of two calls' sizes, as a logarithm of base 2."""
-    return max((abs(math.log2(x / y)) for x, y in zip(a, b, strict=True)), default=0.0)
-
-
 def nearest(entries: tuple[Entry, ...], features: Features) -> tuple[Entry, float] | None:
-    """The entry of a category whose sizes are nearest, within REACH, and its distance; of equal ones the first."""
-    best, best_distance = None, math.log2(REACH) + 1e-9
-    for entry in entries:
+    """The first entry of a category whose sizes are nearest, within REACH, and the largest ratio of two."""
+    best, least = None, REACH * (1 + 1e-9)
+    for entry in entries:  # a call of a new shape waits for this: ratios, and no logarithms
         if entry.category != features.category or len(entry.sizes) != len(features.sizes):
             continue
-        far = distance(entry.sizes, features.sizes)
-        if far < best_distance:
-            best, best_distance = entry, far
-    return None if best is None else (best, best_distance)
+        far = 1.0
+        for x, y in zip(entry.sizes, features.sizes, strict=True):
+            ratio = x / y if x > y else y / x
+            if ratio >= least:
+                break
+            far = max(far, ratio)
+        else:
+            best, least = entry, far
+    return None if best is None else (best, least)
 
 
 def better_than(usual: str, entries: tuple[Entry, ...], features: Features) -> Entry | None:
@@ -88,7 +88,7 @@ def better_than(usual: str, entries: tuple[Entry, ...], features: Features) -> E
     if (found := nearest(entries, features)) is None:
         return None
     entry, far = found
-    least = NEAR_GAIN * (FAR_GAIN / NEAR_GAIN) ** (far / math.log2(REACH))
+    least = NEAR_GAIN * (FAR_GAIN / NEAR_GAIN) ** math.log(far, REACH)
     return entry if entry.better is not None and entry.gain >= least and usual in entry.measured else None
 
 

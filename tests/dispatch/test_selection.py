@@ -17,6 +17,7 @@ from kernel_ladder.selection.attention import (
     packed_backward_on_hopper,
     triton_without_specialized_warps,
 )
+from kernel_ladder.selection.choosers import Chooser
 from kernel_ladder.selection.features import FEATURES
 from kernel_ladder.selection.orders import ORDERS
 from kernel_ladder.selection.rules import RULES
@@ -184,6 +185,22 @@ def test_auto_gives_sums_of_some_rows_to_triton(shape, dim, taken):
         wide = torch.empty(shape, dtype=torch.float32, device="cuda:0")
     assert RULES["sum", "auto"]((x,), {"dim": dim}) == (("triton.two_stage",) if taken else ())
     assert RULES["sum", "auto"]((wide,), {"dim": dim}) == ()
+
+
+def test_auto_asks_a_level_when_its_turn_comes():
+    """A call of a new shape waits for the choice, as each step of a model that generates does."""
+    asked: list[str] = []
+    order = [v for v in table.variants("gelu") if v.name in ("torch.builtin", "torch.naive", "triton.fused")]
+    order.sort(key=lambda v: v.name)
+
+    def choose(level):
+        return lambda inputs, options: (asked.append(level), ())[1]
+
+    levels = {level: (choose(level), [v for v in order if v.level == level]) for level in ("torch", "triton")}
+    taken = Chooser("gelu", "auto", order, None, levels)._supported((), (torch.ones(3),), {"approximate": "none"})
+    assert (next(taken).level, asked) == ("torch", ["torch"])
+    assert {v.level for v in taken} <= {"torch", "triton"}
+    assert asked == ["torch", "triton"]
 
 
 def test_many_long_rows_of_softmax_off_16_bytes_stay_with_cuda():
