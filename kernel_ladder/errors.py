@@ -31,7 +31,7 @@ class RungFileError(ValueError):
     """A user's file of rungs does not exist, cannot be run, or registers nothing."""
 
 
-#: Parts of out-of-memory messages: of the CUDA level's operators, and of XLA.
+#: Parts of out-of-memory messages: of the CUDA level's operators, of XLA, and of Triton.
 _SIGNS_OF_MEMORY = ("could not allocate", "RESOURCE_EXHAUSTED", "Triton Error [CUDA]: out of memory")
 
 

@@ -94,7 +94,7 @@ class LayerNorm(Patched):
         return type(module) is torch.nn.LayerNorm
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        if left_to_module(self._backend, input, self.weight):
+        if left_to_module(self._backend, input, self.weight, self.bias):
             return super().forward(input)  # type: ignore[misc]
         return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, backend=self._backend)
 

@@ -188,8 +188,8 @@ def _add(inputs: Inputs, options: Options) -> Features:
     assert x is not None
     assert other is not None
     alike = _sizes(*x.shape) == _sizes(*other.shape)
-    length = x.shape[-1] if x.dim() else 1
     words = [_bits(x), "two tensors" if alike else "broadcast"]
+    length = x.shape[-1] if x.dim() else 1
     return Features(", ".join(words), _sizes(concrete(x.numel()) // max(concrete(length), 1), length))
 
 

@@ -36,12 +36,11 @@ def left_to_compiler(op: str, backend: str, inputs: Inputs, options: Options) ->
     return formula if reason is None and formula and formula.unsupported(*inputs, **options) is None else None
 
 
-def left_to_module(backend: str | None, x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+def left_to_module(backend: str | None, x: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
     """Whether a patched module of one PyTorch function keeps a call: of few elements, without a gradient.
 
-    The checks and the choice before a rung take longer than the function. It takes no weight of another dtype.
+    The checks and the choice before a rung take longer than the function. It takes no parameters of another dtype.
     """
-    if backend != "auto" or type(x) is not torch.Tensor or concrete(x.numel()) > FEW or wants_gradient(x):
+    if backend != "auto" or type(x) is not torch.Tensor or concrete(x.numel()) > FEW or wants_gradient(x, *parameters):
         return False
-    alike = weight is None or (weight.dtype == x.dtype and not wants_gradient(weight))
-    return alike and not measured.enabled()
+    return all(p is None or p.dtype == x.dtype for p in parameters) and not measured.enabled()
