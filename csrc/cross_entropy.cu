@@ -328,7 +328,7 @@ int64_t class_dim(const Tensor& input) { return input.dim() > 1 ? 1 : 0; }
 
 /// ROW_VECTORS of a row at once per thread; several rows per block where they are short.
 RowLaunch entropy_launch(int64_t chunks) {
-    const unsigned threads = row_threads(chunks, ROW_VECTORS, ENTROPY_THREADS);
+    const unsigned threads = row_warps(chunks, ROW_VECTORS, ENTROPY_THREADS);
     return {threads, threads < MIN_BLOCK ? MIN_BLOCK / threads : 1, 1};
 }
 

@@ -185,7 +185,7 @@ void launch_registers(const NormForward<T>& p, bool vectorized, const Launch& la
     const int most = vectorized ? LONG_ROW_VECTORS<Op> : ROW_VECTORS;
     const int64_t vectors = ceil_div(p.length, Vec<T>::size);
     check_takes(vectors <= int64_t{ROW_THREADS} * most, Op::NAME, p.length);
-    const RowLaunch shape = row_launch(vectors, /*clusters=*/true, most, NARROW<Op>);
+    const RowLaunch shape = row_launch(vectors, /*clusters=*/true, most, NARROW<Op>, /*whole_warps=*/true);
     with_row_shape<ROW_VECTORS, LONG_ROW_VECTORS<Op>>(shape, vectorized, [&](auto v, auto w, auto cluster) {
         if constexpr (!cluster()) {
             launch_rows(norm_registers_kernel<Op, T, v(), w()>, shape, shape.grid(p.count), 0, launch, p);

@@ -223,6 +223,7 @@ struct Pair {
     float first, second;
 };
 struct PairSum {
+    static constexpr Pair identity{0.0f, 0.0f};
     __device__ Pair operator()(Pair a, Pair b) const { return {a.first + b.first, a.second + b.second}; }
 };
 __device__ inline Pair shuffle_xor(Pair x, int lane) {
@@ -254,12 +255,22 @@ __device__ V over_lanes(V value, Op op, int lanes) {
     return value;
 }
 
+/// The least power of two that is at least `count`, of one or more.
+__device__ inline int power_of_two_from(int count) { return 1 << (WARP - __clz(count - 1)); }
+
+/// What a lane begins with to reduce `count` values, at most one for each lane: one of them, or what changes none.
+template <typename V, typename Op>
+__device__ V of_warp(const V* partials, int lane, int count, Op) {
+    const int i = lane & (power_of_two_from(count) - 1);
+    return i < count ? partials[i] : Op::identity;
+}
+
 struct Nothing {
     __device__ void operator()() const {}
 };
 
-/// Publishes each warp's `value` to all threads that share its row, where several warps do. Returns the number of values, a
-/// power of two, and points `partials` at them. All threads of the block must call it, once per `reduce_smem`.
+/// Publishes each warp's `value` to all threads that share its row, where several warps do. Returns the number of values, in a
+/// cluster a power of two, and points `partials` at them. All threads of the block must call it, once per `reduce_smem`.
 ///
 ///   one block     warp w writes partials[w] of the row; __syncthreads
 ///   a cluster     warp w of block b writes partials[b · warps + w] of every block, by DSMEM: lane l writes to block l.
@@ -298,10 +309,13 @@ __device__ V reduce_over_row(V value, Op op, ReduceSmem<CLUSTER, V>& reduce_smem
     if (!CLUSTER && blockDim.x <= WARP) return value;
     const V* partials;
     const int count = exchange_over_row(value, reduce_smem, partials, meanwhile), lane = threadIdx.x % WARP;
-    value = partials[lane & (count - 1)];
+    if constexpr (CLUSTER) {
+        value = partials[lane & (count - 1)];
 #pragma unroll 1  // two or three times at most
-    for (int i = WARP + lane; i < count; i += WARP) value = op(value, partials[i]);
-    return over_lanes(value, op, min(count, WARP));
+        for (int i = WARP + lane; i < count; i += WARP) value = op(value, partials[i]);
+        return over_lanes(value, op, min(count, WARP));
+    }
+    return over_lanes(of_warp(partials, lane, count, op), op, power_of_two_from(count));
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -371,6 +385,12 @@ inline unsigned row_threads(int64_t chunks, int vectors, int64_t most) {
     return threads;
 }
 
+// The same in whole warps where one is not enough. Of a power of two, up to a half would have no vector.
+inline unsigned row_warps(int64_t chunks, int vectors, int64_t most) {
+    const int64_t warps = ceil_div(chunks, int64_t{vectors} * WARP);
+    return warps <= 1 ? row_threads(chunks, vectors, WARP) : static_cast<unsigned>(std::min(warps * WARP, most));
+}
+
 // Blocks that share a row of `chunks` vectors where each holds `of_block` of them.
 inline unsigned cluster_blocks(int64_t chunks, int64_t of_block) {
     unsigned blocks = 1;
@@ -379,12 +399,14 @@ inline unsigned cluster_blocks(int64_t chunks, int64_t of_block) {
 }
 
 // Rows of more than `narrow` vectors take `wide` vectors per thread, others ROW_VECTORS.
-inline RowLaunch row_launch(int64_t chunks, bool clusters, int wide = ROW_VECTORS, int64_t narrow = 512) {
+inline RowLaunch row_launch(int64_t chunks, bool clusters, int wide = ROW_VECTORS, int64_t narrow = 512,
+                            bool whole_warps = false) {
     const int64_t limit = clusters ? MAX_CLUSTER_CHUNKS : MAX_BLOCK_CHUNKS;
     KL_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
     if (chunks <= int64_t{ROW_THREADS} * wide) {
         const int vectors = chunks > narrow ? wide : ROW_VECTORS;
-        const unsigned threads = row_threads(chunks, vectors, ROW_THREADS);
+        const unsigned threads =
+            whole_warps ? row_warps(chunks, vectors, ROW_THREADS) : row_threads(chunks, vectors, ROW_THREADS);
         return {threads, threads < MIN_BLOCK ? MIN_BLOCK / threads : 1, 1, vectors};
     }
     return {ROW_THREADS, 1, cluster_blocks(chunks, int64_t{ROW_THREADS} * wide), wide};

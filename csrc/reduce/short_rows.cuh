@@ -169,8 +169,8 @@ __device__ void each_over_block(V (&values)[ROWS], Op op, V* partials) {
     const V own = reduce_rows_over_lanes(values, op, WARP);
     if (lane % (WARP / ROWS) == 0) partials[threadIdx.x / (WARP / ROWS)] = own;
     __syncthreads();
-    V total = partials[lane & (count - 1)];
-    if (count > WARP) total = op(total, partials[lane + WARP]);
+    V total = of_warp(partials, lane, min(count, WARP), op);  // ROWS divides `count`
+    if (lane + WARP < count) total = op(total, partials[lane + WARP]);
 #pragma unroll
     for (int l = WARP / 2; l >= ROWS; l /= 2) {
         if (l < count) total = op(total, shuffle_xor(total, l));
@@ -201,7 +201,7 @@ bool with_block_rows(std::tuple<SHAPES...> shapes, int64_t count, int64_t length
         if constexpr (sizeof(T) == 2) {
             if (!shape.takes(length)) return false;
             f(shape, grid_size(ceil_div(count, shape.ROWS)),
-              dim3(row_threads(length / Vec<T>::size, shape.VECTORS, shape.THREADS)));
+              dim3(row_warps(length / Vec<T>::size, shape.VECTORS, shape.THREADS)));
             return true;
         }
         return false;

@@ -33,7 +33,8 @@ Tensor softmax_registers(const Tensor& input, int64_t dim) {
         using T = typename std::decay_t<decltype(call)>::T;
         const RowLayout& layout = call.layout;
         const bool vectorized = call.vectorized();
-        const RowLaunch shape = row_launch(layout.chunks<T>(), false, vectorized ? WIDE_VECTORS : ROW_VECTORS);
+        const RowLaunch shape = row_launch(layout.chunks<T>(), false, vectorized ? WIDE_VECTORS : ROW_VECTORS,
+                                           /*narrow=*/512, /*whole_warps=*/true);
         const auto launch = [&](auto kernel) {
             launch_rows(kernel, shape, shape.grid(layout.count), 0, call.launch, call.output, call.out_rows, call.input,
                         call.in_rows, layout.count, layout.length);
@@ -48,7 +49,8 @@ Tensor softmax_backward_registers(const Tensor& grad, const Tensor& output, int6
     return softmax_backward(grad, output, dim, [](const auto& call) {
         using T = typename std::decay_t<decltype(call)>::T;
         const RowLayout& layout = call.layout;
-        const RowLaunch shape = row_launch(layout.chunks<T>(), false);
+        const RowLaunch shape =
+            row_launch(layout.chunks<T>(), false, ROW_VECTORS, /*narrow=*/512, /*whole_warps=*/true);
         const auto kernel = call.vectorized() ? softmax_backward_registers_kernel<T, true>
                                               : softmax_backward_registers_kernel<T, false>;
         launch_rows(kernel, shape, shape.grid(layout.count), 0, call.launch, call.grad_input, call.gi_rows, call.grad,
