@@ -306,11 +306,13 @@ constexpr unsigned FULL_MASK = 0xffffffffu;
 
 struct Sum {
     static constexpr float identity = 0.0f;
+    __device__ static float none() { return identity; }
     __device__ float operator()(float a, float b) const { return a + b; }
 };
 
 struct Max {  // drops NaN, as fmaxf does
     static constexpr float identity = -std::numeric_limits<float>::infinity();
+    __device__ static float none() { return identity; }
     __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 

@@ -223,7 +223,7 @@ struct Pair {
     float first, second;
 };
 struct PairSum {
-    static constexpr Pair identity{0.0f, 0.0f};
+    __device__ static Pair none() { return {0.0f, 0.0f}; }
     __device__ Pair operator()(Pair a, Pair b) const { return {a.first + b.first, a.second + b.second}; }
 };
 __device__ inline Pair shuffle_xor(Pair x, int lane) {
@@ -262,7 +262,7 @@ __device__ inline int power_of_two_from(int count) { return 1 << (WARP - __clz(c
 template <typename V, typename Op>
 __device__ V of_warp(const V* partials, int lane, int count, Op) {
     const int i = lane & (power_of_two_from(count) - 1);
-    return i < count ? partials[i] : Op::identity;
+    return i < count ? partials[i] : Op::none();
 }
 
 struct Nothing {

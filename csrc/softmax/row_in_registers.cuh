@@ -35,7 +35,7 @@ __device__ inline OnlineSoftmaxState shuffle_xor(OnlineSoftmaxState state, int l
 
 /// Merges two states, in any order.
 struct MergeSoftmax {
-    static constexpr OnlineSoftmaxState identity{-std::numeric_limits<float>::infinity(), 0.0f};
+    __device__ static OnlineSoftmaxState none() { return {Max::identity, 0.0f}; }
     /// `sum` with regard to `half_shift`, rescaled to `high`, which is at least as high. Equal shifts may be infinite, and
     /// their difference NaN.
     static __device__ float rescaled(float sum, float half_shift, float high) {
