@@ -169,7 +169,9 @@ __device__ void each_over_block(V (&values)[ROWS], Op op, V* partials) {
     const V own = reduce_rows_over_lanes(values, op, WARP);
     if (lane % (WARP / ROWS) == 0) partials[threadIdx.x / (WARP / ROWS)] = own;
     __syncthreads();
-    V total = of_warp(partials, lane, min(count, WARP), op);  // ROWS divides `count`
+    V total = Op::none();  // of several rows the first lanes read all, and tell the others
+    if constexpr (ROWS == 1) total = of_warp(partials, lane, min(count, WARP), op);
+    if (ROWS > 1 && lane < count) total = partials[lane];
     if (lane + WARP < count) total = op(total, partials[lane + WARP]);
 #pragma unroll
     for (int l = WARP / 2; l >= ROWS; l /= 2) {

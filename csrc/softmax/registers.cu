@@ -49,8 +49,7 @@ Tensor softmax_backward_registers(const Tensor& grad, const Tensor& output, int6
     return softmax_backward(grad, output, dim, [](const auto& call) {
         using T = typename std::decay_t<decltype(call)>::T;
         const RowLayout& layout = call.layout;
-        const RowLaunch shape =
-            row_launch(layout.chunks<T>(), false, ROW_VECTORS, /*narrow=*/512, /*whole_warps=*/true);
+        const RowLaunch shape = row_launch(layout.chunks<T>(), false);
         const auto kernel = call.vectorized() ? softmax_backward_registers_kernel<T, true>
                                               : softmax_backward_registers_kernel<T, false>;
         launch_rows(kernel, shape, shape.grid(layout.count), 0, call.launch, call.grad_input, call.gi_rows, call.grad,
