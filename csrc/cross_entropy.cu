@@ -29,7 +29,8 @@ struct Entropy {
 //           arXiv:1805.02867), with four 16-byte loads in flight a thread, and one reduction of both. The backward pass
 //           recomputes the probabilities.
 // Predicts  N·sizeof(T) bytes per row; backward one read and one write.
-// Limit now Memory bandwidth; short rows wait for their label and for their logits, one after the other.
+// Limit now Memory bandwidth. Short rows: issue slots. At 1,000 classes and 16 bits a warp has three fourths of them for
+//           reductions and logarithms.
 // Next      –
 
 constexpr int ENTROPY_THREADS = 256;  // largest block; an SM holds four, whose rows begin and end at different times
@@ -69,24 +70,40 @@ __device__ float sum_below(const Vec<T>& v, float reference, int64_t first, int6
     return sum;
 }
 
-/// The state of a thread's elements of a row. With SMOOTHED also adds Σ (reference − x) · uniform to `below`.
+/// Whether the threads of a row hold all of it at once. They load such a row while its label is on the way, whether it
+/// counts or not. Of a longer one they wait for the label: a row that does not count is not read.
+template <typename T, bool DENSE>
+__device__ bool is_one_piece(int64_t length) {
+    return DENSE && length <= int64_t{ROW_VECTORS * Vec<T>::size} * RowPartition<false>::step();
+}
+
+/// The state of a thread's elements of a row, of which `tile` holds the first where `is_one_piece`. With SMOOTHED also
+/// adds Σ (reference − x) · uniform to `below`.
 template <bool SMOOTHED, bool DENSE, typename T>
-__device__ OnlineSoftmaxState scan_row(const T* in, const Rows& rows, RowPartition<false> part,
-                                       const RowSpan<T, DENSE>& span, int64_t length, float reference, float uniform,
-                                       float& below) {
+__device__ OnlineSoftmaxState scan_row(Vec<T> (&tile)[ROW_VECTORS], const T* in, const Rows& rows,
+                                       RowPartition<false> part, const RowSpan<T, DENSE>& span, int64_t length,
+                                       float reference, float uniform, float& below) {
     OnlineSoftmaxState state{NEG_INF, 0.0f};
-    const int pieces = static_cast<int>(ceil_div(span.vectors, ROW_VECTORS * part.step()));
-#pragma unroll 1
-    for (int i = 0; i < pieces; ++i, part.first += ROW_VECTORS * part.step()) {
-        Vec<T> tile[ROW_VECTORS];
-        load_row<DENSE>(tile, in + span.head, rows, part, true, DENSE ? span.end() - span.head : length, NEG_INF);
-        state = MergeSoftmax{}(state, softmax_state(tile));
+    const auto add = [&](Vec<T>(&of_piece)[ROW_VECTORS]) {
+        state = MergeSoftmax{}(state, softmax_state(of_piece));
         if constexpr (SMOOTHED) {
 #pragma unroll
             for (int v = 0; v < ROW_VECTORS; ++v) {
                 const int64_t first = int64_t{part.at(v)} * Vec<T>::size;
-                if (part.at(v) < span.vectors) below += uniform * sum_below<DENSE>(tile[v], reference, first, length);
+                if (part.at(v) < span.vectors)
+                    below += uniform * sum_below<DENSE>(of_piece[v], reference, first, length);
             }
+        }
+    };
+    if (is_one_piece<T, DENSE>(length)) {
+        if (length > 0) add(tile);
+    } else {
+        const int pieces = static_cast<int>(ceil_div(span.vectors, ROW_VECTORS * part.step()));
+#pragma unroll 1
+        for (int i = 0; i < pieces; ++i, part.first += ROW_VECTORS * part.step()) {
+            Vec<T> piece[ROW_VECTORS];
+            load_row<DENSE>(piece, in + span.head, rows, part, true, DENSE ? span.end() - span.head : length, NEG_INF);
+            add(piece);
         }
     }
     if (span.has_edges(length)) {
@@ -142,15 +159,21 @@ __global__ void __launch_bounds__(ENTROPY_THREADS, DENSE ? 4 : 2)
     RowPartition<false> part(0);
     const bool has_row = part.has_row(entropy.rows);
     const int64_t row = has_row ? part.row : 0, label = target[entropy.labels.offset(row)];
-    const bool counts = entropy.counts(label);  // the same for all threads of a row
     const T* in = input + entropy.in_rows.start(row);
-    const int64_t length = counts && has_row ? entropy.length : 0;
+    int64_t length = has_row ? entropy.length : 0;
+    Vec<T> tile[ROW_VECTORS];
+    if (is_one_piece<T, DENSE>(length)) {
+        const RowSpan<T, DENSE> span(in, length);
+        load_row<DENSE>(tile, in + span.head, entropy.in_rows, part, true, span.end() - span.head, NEG_INF);
+    }
+    const bool counts = entropy.counts(label);  // the same for all threads of a row
+    if (!counts) length = 0;
     const float of_label = length > 0 ? to_float(in[label * entropy.in_rows.stride]) : 0.0f;
     const float reference = SMOOTHED && isfinite(of_label) ? of_label : 0.0f;
     float below = 0.0f;
     const RowSpan<T, DENSE> span(in, length);
     OnlineSoftmaxState state =
-        scan_row<SMOOTHED>(in, entropy.in_rows, part, span, length, reference, entropy.uniform, below);
+        scan_row<SMOOTHED>(tile, in, entropy.in_rows, part, span, length, reference, entropy.uniform, below);
     state = reduce_over_row(state, MergeSoftmax{}, state_smem);
     float loss = entropy.kept * below_lse(state, of_label);
     if (SMOOTHED) {
@@ -197,11 +220,14 @@ __global__ void __launch_bounds__(ENTROPY_THREADS, DENSE ? 4 : 2)
     const int64_t row = part.row, length = entropy.length, label = target[entropy.labels.offset(row)];
     const OnlineSoftmaxState state{stats[row], stats[entropy.rows + row]};
     float g = to_float(grad[entropy.grads.offset(row)]);
-    const bool counts = entropy.counts(label);
     const T* in = input + entropy.in_rows.start(row);
     T* out = grad_input + entropy.out_rows.start(row);
     const RowSpan<T, DENSE> span(in, length);
     const int64_t spanned = DENSE ? span.end() - span.head : length;
+    Vec<T> tile[ROW_VECTORS];
+    const bool one_piece = is_one_piece<T, DENSE>(length);
+    if (one_piece) load_row<DENSE>(tile, in + span.head, entropy.in_rows, part, true, spanned, 0.0f);
+    const bool counts = entropy.counts(label);
     RowGradient gradient{0.0f, 0.0f, 0.0f, 0.0f};
     if (entropy.mean) g /= *count;
     if (counts) {
@@ -223,12 +249,15 @@ __global__ void __launch_bounds__(ENTROPY_THREADS, DENSE ? 4 : 2)
                 out[at] = from_float<T>(value);
             }
         }
-        Vec<T> tile[ROW_VECTORS];
-        load_row<DENSE>(tile, in + span.head, entropy.in_rows, part, counts, spanned, 0.0f);
+        if (!one_piece) load_row<DENSE>(tile, in + span.head, entropy.in_rows, part, counts, spanned, 0.0f);
 #pragma unroll
         for (int v = 0; v < ROW_VECTORS; ++v) {
             float x[SIZE];
             unpack(tile[v], x);
+            if (one_piece && !counts) {
+#pragma unroll
+                for (int e = 0; e < SIZE; ++e) x[e] = 0.0f;
+            }
 #pragma unroll
             for (int e = 0; e < SIZE; ++e) x[e] = gradient.template operator()<IS_FAR>(x[e]);
             if (part.at(v) == label_vector && in_span >= 0) {
@@ -326,9 +355,10 @@ void dispatch_losses(const Tensor& logits, const Tensor& losses, const char* op,
 
 int64_t class_dim(const Tensor& input) { return input.dim() > 1 ? 1 : 0; }
 
-/// ROW_VECTORS of a row at once per thread; several rows per block where they are short.
+/// ROW_VECTORS of a row at once per thread, in pieces of one size; several rows per block where they are short.
 RowLaunch entropy_launch(int64_t chunks) {
-    const unsigned threads = row_warps(chunks, ROW_VECTORS, ENTROPY_THREADS);
+    const int64_t pieces = std::max(int64_t{1}, ceil_div(chunks, int64_t{ROW_VECTORS} * ENTROPY_THREADS));
+    const unsigned threads = row_warps(ceil_div(chunks, pieces), ROW_VECTORS, ENTROPY_THREADS);
     return {threads, threads < MIN_BLOCK ? MIN_BLOCK / threads : 1, 1};
 }
 
