@@ -162,7 +162,7 @@ def check(
         and 1 <= v[-1] <= MAX_HEAD_DIM
         and isinstance(is_causal, bool)
         and isinstance(enable_gqa, bool)
-        and scale is None
+        and (scale is None or (type(scale) is float and 0 < scale <= sys.float_info.max))
         and window_size is NO_WINDOW  # not ==, which gives an array for an array
         and isinstance(return_lse, bool)
     ):

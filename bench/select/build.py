@@ -75,7 +75,8 @@ def entries_of(points: Iterable[Point], backend: str) -> tuple[Entry, ...]:
     """The entries of points; those of equal features are one, of the candidates that all of them timed."""
     alike: dict[tuple[str, tuple[int, ...]], list[Point]] = {}
     for point in points:
-        alike.setdefault(point.features, []).append(point)
+        if point.features.category:
+            alike.setdefault(point.features, []).append(point)
     found = []
     for (category, sizes), group in alike.items():
         names = set.intersection(*(set(point.candidates(backend)) for point in group))

@@ -1,6 +1,7 @@
 """Features of a call, by which a table of measured choices finds the nearest call that was measured.
 
 A category must be the same; sizes are compared by their ratios. Every operation has features: without, it has no table.
+A call without a category has no entry: its time in a CUDA graph does not tell what it takes, and the rules choose.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kernel_ladder.selection.attention import decodes
 from kernel_ladder.semantics.cross_entropy import class_dim
 from kernel_ladder.semantics.masks import NO_WINDOW, keys_of_window
 from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape
@@ -25,7 +27,7 @@ TILE = 128
 
 
 class Features(NamedTuple):
-    """What must agree, in words, and the sizes of a call."""
+    """What must agree, in words or none at all, and the sizes of a call."""
 
     category: str
     sizes: tuple[int, ...]
@@ -120,6 +122,8 @@ def _attention(inputs: Inputs, options: Options) -> Features:
     assert key is not None
     assert value is not None
     mask = "mask" if len(inputs) > 3 and inputs[3] is not None else "no mask"
+    if mask == "no mask" and decodes(inputs):  # of a cache whose length may be new at every step
+        return Features("", ())
     words = [_bits(query), _seen(options), mask, _heads(query.shape[-3], key.shape[-3])]
     keys, seen = concrete(key.shape[-2]), keys_of_window(options)  # through a window, a call's length says little
     keys = keys if seen is None else min(keys, seen)
