@@ -229,6 +229,8 @@ class GatedMLP(Block):
     NAMES: ClassVar[tuple[tuple[str, ...], ...]] = (("gate_proj", "up_proj", "down_proj"),)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if left_to_module(self._backend, x, self.down_proj.weight):
+            return super(Patched, self).forward(x)  # type: ignore[misc]
         return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), backend=self._backend))
 
 
@@ -238,6 +240,8 @@ class JoinedGatedMLP(GatedMLP):
     NAMES = (("gate_up_proj", "down_proj"),)
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        if left_to_module(self._backend, hidden_states, self.down_proj.weight):
+            return super(Patched, self).forward(hidden_states)  # type: ignore[misc]
         gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
         return self.down_proj(ops.swiglu(gate, up, backend=self._backend))
 

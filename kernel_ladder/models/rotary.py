@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 
 from kernel_ladder import ops
 from kernel_ladder.models.kinds import Patched, of_class, subclass
+from kernel_ladder.selection.small import left_to_module
 
 #: The function's name in transformers.
 FUNCTION = "apply_rotary_pos_emb"
@@ -76,8 +77,7 @@ def rotation(original: Callable[..., Any], backend: str) -> Callable[..., tuple[
             and not cos.requires_grad
             and cos.shape[-1] % 2 == 0
         )
-        # One token a sequence: kernel_ladder/selection/small.py leaves it to the compiler, which then needs no table.
-        if not taken or (backend == "auto" and is_compiling() and q.shape[-2] == 1):
+        if not taken or left_to_module(backend, q, k):
             return original(q, k, cos, sin, *others, **options)
         table = table_of(cos, sin)
         return ops.rope(q, table, backend=backend), ops.rope(k, table, backend=backend)

@@ -112,7 +112,7 @@ class Chooser:
 
     def _choice(self, inputs: Inputs, options: Options, kind: Kind | None) -> Choice:
         rule = () if self.rule is None else self.rule(inputs, options)
-        if self._measures and kind is not None:
+        if self._measures and kind is not None and not self._is_for_rules(inputs, options):
             found = measured.choice(
                 self.op, self.backend, kind, lambda: self._contenders(rule, inputs, options), inputs, options
             )
@@ -125,6 +125,10 @@ class Chooser:
             assert self.rule is not None
             return Choice(rule, reason_of(self.rule))
         return Choice((), "order")
+
+    def _is_for_rules(self, inputs: Inputs, options: Options) -> bool:
+        """Whether rules alone choose: a time that repeats does not tell what the call takes."""
+        return self._features is not None and not self._features(inputs, options).category
 
     def _tabled(self, rule: tuple[str, ...], inputs: Inputs, options: Options) -> Choice | None:
         """The choice of the GPU's table, or None where the rule's stays."""

@@ -37,9 +37,11 @@ def left_to_compiler(op: str, backend: str, inputs: Inputs, options: Options) ->
 
 
 def left_to_module(backend: str | None, x: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
-    """Whether a patched module of one PyTorch function keeps a call: of few elements, without a gradient.
+    """Whether a patched module keeps a call of few elements, without a gradient.
 
-    The checks and the choice before a rung take longer than the function. It takes no parameters of another dtype.
+    It has one PyTorch function in place of an operation, or few. In a model that decodes, the checks and the choice
+    before a rung take 20 µs of the host more than a function; the rotations of queries and keys, in ten functions, take
+    40 µs less than two calls of ``rope`` (H200). The module keeps no call whose parameters have another dtype.
     """
     if backend != "auto" or type(x) is not torch.Tensor or concrete(x.numel()) > FEW or wants_gradient(x, *parameters):
         return False

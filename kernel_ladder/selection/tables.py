@@ -68,8 +68,6 @@ def slug(gpu_name: str) -> str:
 
 def nearest(entries: tuple[Entry, ...], features: Features) -> tuple[Entry, float] | None:
     """The first entry of a category whose sizes are nearest, within REACH, and the largest ratio of two."""
-    if not features.category:
-        return None
     best, least = None, REACH * (1 + 1e-9)
     for entry in entries:  # a call of a new shape waits for this: ratios, and no logarithms
         if entry.category != features.category or len(entry.sizes) != len(features.sizes):

@@ -216,6 +216,10 @@ def test_the_table_of_an_older_sweep_is_that_of_its_archived_and_later_rows():
 
 #: Names that a table leaves beyond a tenth, by GPU, operation, name and pass, and why.
 BEYOND = {
+    ("NVIDIA H200", "attention", "auto", "forward"): (
+        "a single query to 4,096 keys takes 8.5 µs by cuDNN and 11.9 by split_kv once its plan is built, which takes "
+        "40 ms at each new length of a cache that grows"
+    ),
     ("NVIDIA H200", "softmax", "auto", "forward"): (
         "of three to five rows, or one of 128,256, the table of the other half is worse than rules: they take 0.2 to "
         "2 µs more than need be, less than a call costs on the host"

@@ -129,7 +129,8 @@ def test_windowed_attention_in_99_kib(name, head_dim, gradient, built_everywhere
         ((8, 8, 1024, 256), (8, 8, 1024, 256), True, {"is_causal": True}, "torch.builtin"),
         ((4, 8, 2048, 192), (4, 8, 2048, 192), True, {"is_causal": True}, "cuda.persistent"),
         ((4, 8, 2048, 136), (4, 8, 2048, 136), True, {"is_causal": True}, "torch.builtin"),
-        ((4, 16, 1, 128), (4, 16, 4096, 128), False, {"is_causal": False}, "torch.builtin"),
+        ((4, 16, 1, 128), (4, 16, 4096, 128), False, {"is_causal": False}, "cuda.split_kv"),
+        ((4, 16, 1, 128), (4, 16, 4096, 128), True, {"is_causal": False}, "torch.builtin"),
     ],
 )
 def test_auto_on_hopper_takes_the_level_that_is_ahead_in_attention(q, k, gradient, options, expected, built_everywhere):

@@ -295,6 +295,21 @@ def test_a_variable_with_another_value_is_told(monkeypatch):
         measured.enabled()
 
 
+@needs_extension
+@pytest.mark.parametrize(("queries", "measures"), [(1, False), (64, True)])
+def test_a_step_of_decoding_is_not_measured(queries, measures, measuring, built_everywhere, monkeypatch):
+    """A cache that grows has a new length at each step: rules choose, without the plan that cuDNN builds for each."""
+    _, timed = measuring
+    monkeypatch.setattr(measured, "can_time", lambda inputs: True)
+    options = {"is_causal": False, "scale": None, "enable_gqa": False, "return_lse": False}
+    case = Case("", ((1, 8, queries, 64), (1, 8, 300, 64), (1, 8, 300, 64)), options)
+    h200 = gpu.Gpu("NVIDIA H200", (9, 0), 227 * 1024, 132, 141 << 30)
+    with gpu.pretend(h200), on_absent_gpu(case, torch.bfloat16, gradients=False) as inputs:
+        found = selection.resolve("attention", "auto", inputs, case.options)
+    assert bool(timed) == measures
+    assert measures or found.name == "cuda.split_kv"
+
+
 def test_real_times_rank_a_slow_rung_last(scratch_table):
     slow = table.register("gelu", "torch.slow", forward=lambda input, **options: (time.sleep(0.01), (input, ()))[1])
     quick = table.spec("gelu") and next(v for v in table.variants("gelu", "torch") if v.name == "torch.builtin")

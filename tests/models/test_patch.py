@@ -430,6 +430,27 @@ def test_norms_keep_calls_that_wait_for_the_host(kind, op, backend, rows, mixed,
     torch.testing.assert_close(y.float(), expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize(("backend", "gradient"), [("auto", False), ("auto", True), ("torch", False)])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_token_is_rotated_and_gated_by_the_model_itself(family, backend, gradient, monkeypatch):
+    """A gated block of two functions, and the rotation: less of the host's time than a call of rope and of swiglu."""
+    model = families.FAMILIES[family]().to(DEVICE).eval()
+    ids = torch.arange(1, 6, device=DEVICE)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+    models.patch(model, backend=backend, report=False)
+    called = set()
+    for op in ("rope", "swiglu"):
+        public = getattr(kl, op)
+        monkeypatch.setattr(
+            f"kernel_ladder.ops.{op}", lambda *x, op=op, public=public, **k: (called.add(op), public(*x, **k))[1]
+        )
+    with torch.set_grad_enabled(gradient):
+        logits = model(ids).logits
+    assert called == (set() if backend == "auto" and not gradient else {"rope", "swiglu"})
+    torch.testing.assert_close(logits.detach(), expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_norms_that_may_keep_a_call_are_traced_without_a_guard_on_its_size(dynamic):
     model = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.RMSNorm(16, eps=1e-5)).to(DEVICE)
