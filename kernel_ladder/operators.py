@@ -12,22 +12,31 @@ a string and a list of integers. The string is constant; the integers may be sym
 
 from __future__ import annotations
 
-import base64
-import functools
-import io
-import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from kernel_ladder import autocast, autograd, selection, table
 from kernel_ladder.errors import raise_for_memory
+from kernel_ladder.packing import (
+    Saved,
+    Tensors,
+    decoded,
+    encoded_constant,
+    memory_of,
+    options_of,
+    own_tensors,
+    restored,
+    taken_apart,
+    tensors_in,
+    without_integers,
+)
 from kernel_ladder.selection import small
 from kernel_ladder.semantics.strides import aligned, as_traced
-from kernel_ladder.spec import Inputs, Options, Output, as_tuple, each
+from kernel_ladder.spec import Inputs, Output, as_tuple, each
 from kernel_ladder.table import Variant
 from kernel_ladder.tracing import PLAIN, building_graph, inferring_shapes, wants_gradient
 
@@ -42,212 +51,6 @@ _library.define(
     tags=_TAGS,
 )
 
-# ---- values that are not tensors -----------------------------------------------------------------------------------
-
-
-def _encoded(value: Any) -> str:
-    return base64.b64encode(pickle.dumps(value)).decode()
-
-
-class _Decoder(pickle.Unpickler):
-    """Reads what :func:`_encoded` writes. A graph may come from a file, so no other class is loaded."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] in ("builtins", "torch", "kernel_ladder", *table.LEVELS.values()):
-            found = super().find_class(module, name)
-            if isinstance(found, torch.dtype) or found is ... or (isinstance(found, type) and issubclass(found, _DATA)):
-                return found
-        raise pickle.UnpicklingError(f"a saved value of a call cannot hold {module}.{name}")
-
-
-#: Classes that options and saved values consist of, besides numbers and strings.
-_DATA = (tuple, list, torch.device)
-
-
-@functools.lru_cache(4096)
-def _decoded(text: str) -> Any:
-    return _Decoder(io.BytesIO(base64.b64decode(text))).load()
-
-
-_encoded_constant = table.untraced(_encoded)
-
-
-def _without_integers(value: Any, integers: list[Any]) -> Any:
-    """An option with every integer replaced by an ellipsis and appended to `integers`; a float of a graph is a number.
-
-    torch.compile traces a float that changes, or that follows from a shape, as a symbol. Written out, it is a number,
-    on which a guard is made. ``float(value)`` would stay a symbol.
-    """
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, float):
-        return float.fromhex(value.hex())
-    if isinstance(value, int):
-        integers.append(value)
-        return ...
-    if isinstance(value, tuple):
-        return tuple([_without_integers(v, integers) for v in value])
-    return value
-
-
-def _with_integers(template: Any, integers: Iterator[Any]) -> Any:
-    if template is ...:
-        return next(integers)
-    if isinstance(template, tuple):
-        return tuple([_with_integers(v, integers) for v in template])
-    return template
-
-
-def _options(text: str, integers: Sequence[Any]) -> Options:
-    left = iter(integers)
-    return {name: _with_integers(value, left) for name, value in _decoded(text)}
-
-
-# ---- what a forward pass saves -------------------------------------------------------------------------------------
-
-
-class _Saved(NamedTuple):
-    """A forward pass's saved values, decomposed: new tensors, a description that restores all values, and integers.
-
-    ``kept`` holds the indices of the saved inputs (first) and outputs (second). A backward pass takes these tensors in
-    order, then those of ``own``, which are neither inputs nor outputs.
-    """
-
-    own: list[torch.Tensor]
-    kept: tuple[tuple[int, ...], tuple[int, ...]]
-    text: str
-    integers: list[Any]
-
-
-class _Tensor(NamedTuple):
-    """The n-th tensor that a backward pass takes, or a view of its memory, whose sizes and strides are integers."""
-
-    place: int
-    view_dims: int | None
-    dtype: torch.dtype | None = None  # of a view in another dtype, such as booleans viewed as bytes
-
-
-class _Sequence(NamedTuple):
-    kind: type
-    values: tuple[Any, ...]
-
-
-def _memory(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
-def _same_view(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return bool(
-        x.dtype == y.dtype
-        and x.shape == y.shape
-        and x.stride() == y.stride()
-        and x.storage_offset() == y.storage_offset()
-    )
-
-
-class _Tensors:
-    """A list of tensors that share no memory. A view of a listed tensor is described relative to it."""
-
-    def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        self.all = list(given)
-
-    def describe(self, x: torch.Tensor, integers: list[Any]) -> _Tensor:
-        """Describe `x` by a listed tensor, or append it as a new one."""
-        for place, y in enumerate(self.all):
-            if x is y or (_memory(x) == _memory(y) and x.numel() and _same_view(x, y)):
-                return _Tensor(place, None)
-        for place, y in enumerate(self.all):
-            if x.numel() and _memory(x) == _memory(y):
-                if x.element_size() != y.element_size():
-                    x = x.clone()
-                    break
-                integers += [*x.shape, *x.stride(), x.storage_offset() - y.storage_offset()]
-                return _Tensor(place, x.dim(), None if x.dtype == y.dtype else x.dtype)
-        self.all.append(x)
-        return _Tensor(len(self.all) - 1, None)
-
-
-def _own(values: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors among `values` that :meth:`_Tensors.describe` would append, in order, without descriptions."""
-    sizes = {_memory(x): x.element_size() for x in given if x.numel()}
-    found: list[torch.Tensor] = []
-    for x in _tensors_in(values):
-        size = sizes.get(_memory(x)) if x.numel() else None
-        if size == x.element_size() or any(x is y for y in (*given, *found)):
-            continue
-        if size is not None:
-            x = x.clone()
-        found.append(x)
-        if x.numel():
-            sizes[_memory(x)] = x.element_size()
-    return found
-
-
-def _tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors_in(value)
-
-
-def _described(value: Any, tensors: _Tensors, integers: list[Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tensors.describe(value, integers)
-    if isinstance(value, (tuple, list)):
-        return _Sequence(type(value), tuple([_described(v, tensors, integers) for v in value]))
-    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-        integers.append(value)
-        return ...
-    return float(value) if isinstance(value, torch.SymFloat) else value
-
-
-def _restored(described: Any, tensors: Sequence[torch.Tensor], integers: Iterator[Any]) -> Any:
-    if described is ...:
-        return next(integers)
-    if isinstance(described, _Tensor):
-        x = tensors[described.place]
-        if described.view_dims is None:
-            return x
-        x = x if described.dtype is None else x.view(described.dtype)
-        shape = [next(integers) for _ in range(described.view_dims)]
-        stride = [next(integers) for _ in range(described.view_dims)]
-        return x.as_strided(shape, stride, x.storage_offset() + next(integers))
-    if isinstance(described, _Sequence):
-        values = [_restored(v, tensors, integers) for v in described.values]
-        return described.kind(*values) if hasattr(described.kind, "_fields") else described.kind(values)
-    return described
-
-
-def _taken_apart(inputs: Inputs, outputs: Sequence[torch.Tensor], saved: tuple[Any, ...]) -> _Saved:
-    given = [x for x in inputs if x is not None]
-    tensors, integers = _Tensors([*given, *outputs]), list[Any]()
-    described = [_described(value, tensors, integers) for value in saved]
-    used = sorted(place for place in _places(described) if place < len(given) + len(outputs))
-    order = [*used, *range(len(given) + len(outputs), len(tensors.all))]
-    renumbered = _renumbered(tuple(described), {place: i for i, place in enumerate(order)})
-    kept_inputs = tuple(p for p in used if p < len(given))
-    kept_outputs = tuple(p - len(given) for p in used if p >= len(given))
-    own = tensors.all[len(given) + len(outputs) :]
-    return _Saved(own, (kept_inputs, kept_outputs), _encoded(renumbered), integers)
-
-
-def _places(described: Any) -> set[int]:
-    if isinstance(described, _Tensor):
-        return {described.place}
-    if isinstance(described, _Sequence):
-        return set().union(*(_places(v) for v in described.values))
-    return set().union(*(_places(v) for v in described)) if isinstance(described, list) else set()
-
-
-def _renumbered(described: Any, places: dict[int, int]) -> Any:
-    if isinstance(described, _Tensor):
-        return described._replace(place=places[described.place])
-    if isinstance(described, _Sequence):
-        return described._replace(values=tuple([_renumbered(v, places) for v in described.values]))
-    return tuple([_renumbered(v, places) for v in described]) if type(described) is tuple else described
-
-
 # ---- the operators -------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +61,7 @@ class _Last(threading.local):
     """
 
     asked = False
-    saved: _Saved | None = None
+    saved: Saved | None = None
     gradients: tuple[Any, list[Any]] | None = None
 
 
@@ -285,25 +88,41 @@ def _call_in_memory(op: str, variant: str, inputs: Inputs, options: str, integer
 
     The variant was chosen without addresses. Where it refuses those that the inputs have, they are copied to others.
     """
-    inputs = each(as_traced, inputs)
-    off = any(x is not None and x.data_ptr() % 16 for x in inputs)
-    if off and _variant(op, variant).unsupported(*inputs, **_options(options, integers)) is not None:
-        inputs = each(aligned, inputs)
+    if not all(x is None or _is_as_traced(x) for x in inputs):
+        inputs = each(as_traced, inputs)
+        off = any(x is not None and x.data_ptr() % 16 for x in inputs)
+        if off and _variant(op, variant).unsupported(*inputs, **options_of(options, integers)) is not None:
+            inputs = each(aligned, inputs)
     return op, variant, inputs, options, integers, save
+
+
+def _is_as_traced(x: torch.Tensor) -> bool:
+    """Whether a tensor begins on 16 bytes and has no lazy sign, as most do."""
+    return not (x.data_ptr() % 16 or x.is_neg())
 
 
 def _gradient_in_memory(op: str, variant: str, grads: Inputs, tensors: Inputs, *others: Any) -> tuple:
     """A backward pass's arguments as its kernels read them. What was saved may be an input that was copied."""
-    return op, variant, each(as_traced, grads), each(aligned, each(torch.resolve_neg, tensors)), *others
+    if not all(x is None or _is_as_traced(x) for x in (*grads, *tensors)):
+        grads, tensors = each(as_traced, grads), each(aligned, each(torch.resolve_neg, tensors))
+    return op, variant, grads, tensors, *others
+
+
+def _are_apart(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]) -> bool:
+    """Whether no result shares memory with another or with what was given, as nearly always."""
+    seen = {memory_of(x) for x in given if x is not None}
+    count = len(seen)
+    seen.update([memory_of(x) for x in results])
+    return len(seen) == count + len(results)
 
 
 def _without_aliases(tensors: Sequence[torch.Tensor], *others: torch.Tensor | None) -> list[torch.Tensor]:
     """An operator's results, cloned where one shares memory with another or with an argument."""
-    seen, results = {_memory(x) for x in others if x is not None and x.numel()}, []
+    seen, results = {memory_of(x) for x in others if x is not None and x.numel()}, []
     for x in tensors:
-        if x.numel() and _memory(x) in seen:
+        if x.numel() and memory_of(x) in seen:
             x = x.clone()
-        seen.add(_memory(x))
+        seen.add(memory_of(x))
         results.append(x)
     return results
 
@@ -311,16 +130,22 @@ def _without_aliases(tensors: Sequence[torch.Tensor], *others: torch.Tensor | No
 def _forward(
     op: str, variant_name: str, inputs: Inputs, options: str, integers: Sequence[Any], save: bool
 ) -> list[torch.Tensor]:
-    variant, named = _variant(op, variant_name), _options(options, integers)
+    variant, named = _variant(op, variant_name), options_of(options, integers)
     if not save:
-        return _without_aliases(as_tuple(variant.output(*inputs, **named)), *inputs)
+        outputs = as_tuple(variant.output(*inputs, **named))
+        return list(outputs) if _are_apart(outputs, inputs) else _without_aliases(outputs, *inputs)
     output, saved = variant.forward(*inputs, **named)
     outputs = as_tuple(output)
-    if any(x.numel() and _memory(x) == _memory(y) for x in outputs for y in inputs if y is not None):
+    if not _last.asked:
+        listed = {id(x) for x in (*inputs, *outputs)}
+        results = [*outputs, *(x for x in tensors_in(saved) if id(x) not in listed)]
+        if _are_apart(results, inputs):
+            return results
+    if any(x.numel() and memory_of(x) == memory_of(y) for x in outputs for y in inputs if y is not None):
         outputs = tuple(_without_aliases(outputs, *inputs))
     if not _last.asked:
-        return [*outputs, *_own(saved, [*(x for x in inputs if x is not None), *outputs])]
-    _last.saved = _taken_apart(inputs, outputs, saved)
+        return [*outputs, *own_tensors(saved, [*(x for x in inputs if x is not None), *outputs])]
+    _last.saved = taken_apart(inputs, outputs, saved)
     return [*outputs, *_last.saved.own]
 
 
@@ -336,12 +161,13 @@ def _backward(
     if wants_gradient(*grads, *tensors):
         raise RuntimeError(autograd.once_only(op, variant))
     left = iter(integers)
-    values = tuple([_restored(v, tensors, left) for v in _decoded(saved)])
+    values = tuple([restored(v, tensors, left) for v in decoded(saved)])
     gradients = autograd.gradients(_variant(op, variant), values, tuple(grads), tuple(needs))
     wanted = [x if need else None for x, need in zip(gradients, needs, strict=True)]
     if not _last.asked:
-        return _own(wanted, grads)
-    found, numbers = _Tensors(grads), list[Any]()
+        results = [x for x in wanted if x is not None]
+        return results if _are_apart(results, grads) else own_tensors(wanted, grads)
+    found, numbers = Tensors(grads), list[Any]()
     described = [None if x is None else found.describe(x, numbers) for x in wanted]
     _last.gradients = described, numbers
     return found.all[len(grads) :]
@@ -397,7 +223,7 @@ class _Traced(torch.autograd.Function):
         assert _last.gradients is not None
         described, numbers = _last.gradients
         left, tensors = iter(numbers), [*grads, *fresh]
-        return None, None, *(_restored(x, tensors, left) for x in described)
+        return None, None, *(restored(x, tensors, left) for x in described)
 
 
 # Calls go past autograd to the function below it, which refuses to be differentiated. A function here would cost every
@@ -456,7 +282,7 @@ def _called(
             return _one_or_all(_called(op, backend, source, given, options, integers))
 
         return list(as_tuple(autocast.call(run, op, inputs)))
-    named = _options(options, integers)
+    named = options_of(options, integers)
     restated = table.spec(op).check(*inputs, **{name: _hinted(value) for name, value in named.items()})
     if restated is not None:
         outputs = _called(op, backend, source, restated.inputs, options, integers)
@@ -489,8 +315,8 @@ def call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) 
         if x is not None and not isinstance(x, torch.Tensor):  # raise our error, not the operator's
             table.spec(op).check(*inputs, **options)
     integers: list[Any] = []
-    template = tuple([(name, _without_integers(value, integers)) for name, value in options.items()])
+    template = tuple([(name, without_integers(value, integers)) for name, value in options.items()])
     outputs = torch.ops.kernel_ladder.call(
-        op, table.asked_for(op, backend), table.source_of(backend), list(inputs), _encoded_constant(template), integers
+        op, table.asked_for(op, backend), table.source_of(backend), list(inputs), encoded_constant(template), integers
     )
     return _one_or_all(outputs)

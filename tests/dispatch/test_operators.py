@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_ladder
-from kernel_ladder import autograd, operators, table
+from kernel_ladder import autograd, operators, packing, table
 from kernel_ladder.semantics.norms import check_eps
 from kernel_ladder.spec import as_leaves, as_tuple, has_gradient
 from kernel_ladder.testing.samples import make_inputs
@@ -28,15 +28,15 @@ from ..conftest import public as public_function
 
 def test_values_come_back_as_they_were():
     values = (None, True, 1.5, float("inf"), "a", ..., (1, (2,)), torch.bfloat16, torch.device("cuda", 0))
-    values += (torch.Size([1, 2]), operators._Sequence(tuple, (1,)), operators._Tensor(1, None))
-    assert operators._decoded(operators._encoded(values)) == values
+    values += (torch.Size([1, 2]), packing.SequenceOf(tuple, (1,)), packing.TensorPlace(1, None))
+    assert packing.decoded(packing.encoded(values)) == values
 
 
 @pytest.mark.parametrize("harmful", [os.system, eval, torch.load, check_eps], ids=lambda f: f.__name__)
 def test_text_from_elsewhere_names_no_function(harmful):
     text = base64.b64encode(pickle.dumps(harmful)).decode()
     with pytest.raises(pickle.UnpicklingError, match="cannot hold"):
-        operators._decoded(text)
+        packing.decoded(text)
 
 
 def test_saved_values_are_put_together_again():
@@ -45,12 +45,12 @@ def test_saved_values_are_put_together_again():
     seen = torch.tensor([True, False, True])
     saved = (x, x[1:, ::2], y.view(2, 2), own, own[:1], None, "none", Kind(True, False), torch.Size([3, 4]), 2.5, 7)
     saved = (*saved, seen.view(torch.uint8), own)
-    taken = operators._taken_apart((x, None, seen), (y,), saved)
+    taken = packing.taken_apart((x, None, seen), (y,), saved)
     assert taken.kept == ((0, 1), (0,))
-    assert [t.data_ptr() for t in taken.own] == [t.data_ptr() for t in operators._own(saved, (x, seen, y))]
+    assert [t.data_ptr() for t in taken.own] == [t.data_ptr() for t in packing.own_tensors(saved, (x, seen, y))]
     assert [t.shape for t in taken.own] == [own.shape]
     tensors, integers = [x, seen, y, *taken.own], iter(taken.integers)
-    back = [operators._restored(value, tensors, integers) for value in operators._decoded(taken.text)]
+    back = [packing.restored(value, tensors, integers) for value in packing.decoded(taken.text)]
     for found, expected in zip(back, saved, strict=True):
         if isinstance(expected, torch.Tensor):
             assert found.data_ptr() == expected.data_ptr()
@@ -133,8 +133,8 @@ def test_memory_waits_for_no_garbage_collector(variant, without_collector):
 
 def operators_options(options):
     integers = []
-    template = tuple((name, operators._without_integers(value, integers)) for name, value in options.items())
-    return operators._encoded(template), integers
+    template = tuple((name, packing.without_integers(value, integers)) for name, value in options.items())
+    return packing.encoded(template), integers
 
 
 def inputs_of(case):
