@@ -15,18 +15,18 @@ from rich.table import Table
 
 from bench.measure import environment
 from bench.patched import kernels, measure, rows
-from bench.patched.rows import DECODE, FORWARD, LIGER, PLAIN, STEP, PatchedRow
+from bench.patched.rows import ANEW, DECODE, FORWARD, LIGER, PLAIN, STEP, PatchedRow
 from bench.patched.subjects import SUBJECTS
-from bench.show.patched import HEADER, lines_of
+from bench.show.patched import header_of, lines_of
 from bench.usage import UsageError, known, split
 from kernel_ladder import table
 
 BACKENDS = ("auto", "cuda", "triton")
 BY = (PLAIN, LIGER, *BACKENDS)
 MODES = ("eager", "compiled")
-PASSES = (FORWARD, DECODE, STEP)
+PASSES = (FORWARD, DECODE, ANEW, STEP)
 #: What one process measures. Training has one of its own: its peak holds nothing that decoding has left behind.
-TOGETHER = ((FORWARD, DECODE), (STEP,))
+TOGETHER = ((FORWARD, DECODE, ANEW), (STEP,))
 #: Seconds after which a way counts as failed.
 PATIENCE = 600
 
@@ -110,8 +110,8 @@ def show(made: Sequence[PatchedRow], console: Console) -> None:
     for model in dict.fromkeys(row.model for row in made):
         mine = [row for row in made if row.model == model]
         shown = Table(title=f"{model} ({mine[0].like})", title_justify="left")
-        for name in HEADER:
-            shown.add_column(name, justify="left" if name == HEADER[0] else "right")
+        for place, name in enumerate(header_of(mine)):
+            shown.add_column(name, justify="right" if place else "left")
         for line in lines_of(mine):
             shown.add_row(*line)
         console.print(shown)

@@ -15,7 +15,7 @@ import torch
 import kernel_ladder.models
 from bench.measure import alone, environment, timing
 from bench.measure.correctness import one_line
-from bench.patched.rows import DECODE, FORWARD, LIGER, PLAIN, STEP, PatchedRow
+from bench.patched.rows import ANEW, DECODE, FORWARD, LIGER, PLAIN, STEP, PatchedRow
 from bench.patched.subjects import CAUSAL, Subject
 from bench.scaling.check import hold_model
 from kernel_ladder.cli.device import version_of
@@ -26,6 +26,9 @@ SECONDS, LEAST, MOST = 2.0, 5, 100
 CHECKED_TOKENS = 256
 #: Of decoding: tokens of the prompt, and two numbers of new ones. The difference of their times has no prompt in it.
 PROMPT, SHORT, LONG = 512, 32, 96
+QUICK_LENGTHS = (8, 2, 4)
+#: Prompts of decoding anew, each longer than all that was decoded before.
+PROMPTS_ANEW = 3
 
 
 def patched(model: torch.nn.Module, by: str) -> None:
@@ -176,19 +179,47 @@ def _forward(subject: Subject, row: PatchedRow, model: Any, call: Any, quick: bo
 
 def _decode(subject: Subject, row: PatchedRow, model: Any, quick: bool) -> PatchedRow:
     """Greedy tokens of one sequence. A compiled way has a static cache, whose steps transformers compiles."""
-    prompt, short, long = (8, 2, 4) if quick else (PROMPT, SHORT, LONG)
+    prompt, short, long = QUICK_LENGTHS if quick else (PROMPT, SHORT, LONG)
     given = subject.inputs(model, 1, prompt)["input_ids"]
-    cache = {"cache_implementation": "static"} if row.compiled else {}
-
-    def generate(count: int) -> None:
-        model.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-            pad_token_id=0, **cache,
-        )  # fmt: skip
-
-    first, less = seconds_of(lambda: generate(short), given.device, 0.0)
-    _, more = seconds_of(lambda: generate(long), given.device, 0.0)
+    first, less = seconds_of(lambda: _generate(model, given, short, row.compiled), given.device, 0.0)
+    _, more = seconds_of(lambda: _generate(model, given, long, row.compiled), given.device, 0.0)
     each = [(b - a) / (long - short) for a, b in zip(sorted(less), sorted(more), strict=False)]
+    return _tokens_timed(row, subject, quick, prompt, first, each)
+
+
+def _decode_anew(subject: Subject, row: PatchedRow, model: Any, quick: bool) -> PatchedRow:
+    """The same where each token's cache has a length that the process has not met, as in most programs that generate.
+
+    The first tokens of a prompt have been met when it is timed, so that its own pass is in both times.
+    """
+    prompt, short, long = QUICK_LENGTHS if quick else (PROMPT, SHORT, LONG)
+    begin, each = time.perf_counter(), []
+    for place in range(1, PROMPTS_ANEW + 1):
+        given = subject.inputs(model, 1, prompt + place * (long + long // 3))["input_ids"]
+        _generate(model, given, short, False)
+        seconds = {}
+        with alone.alone(given.device):
+            for count in (short, long):
+                timing.synchronize(given.device)
+                start = time.perf_counter()
+                _generate(model, given, count, False)
+                timing.synchronize(given.device)
+                seconds[count] = time.perf_counter() - start
+        each.append((seconds[long] - seconds[short]) / (long - short))
+    return _tokens_timed(row, subject, quick, prompt, time.perf_counter() - begin, each)
+
+
+def _generate(model: Any, given: torch.Tensor, count: int, static: bool) -> None:
+    cache = {"cache_implementation": "static"} if static else {}
+    model.generate(
+        given, attention_mask=torch.ones_like(given), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+        pad_token_id=0, **cache,
+    )  # fmt: skip
+
+
+def _tokens_timed(
+    row: PatchedRow, subject: Subject, quick: bool, prompt: int, first: float, each: list[float]
+) -> PatchedRow:
     row = dataclasses.replace(row, shape=f"{subject.layers(quick)} layers, 1 × {prompt} tokens")
     timed = _timed(row, first, each, 1)
     if timed.low_us is not None and timed.low_us > 0:
@@ -201,7 +232,10 @@ def measure(subject: Subject, by: str, compiled: bool, passes: list[str], quick:
     device = environment.device()
     alone.while_tuning(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    passes = [pass_ for pass_ in passes if pass_ != DECODE or subject.kind == CAUSAL]
+    left_out = (
+        {DECODE, ANEW} if subject.kind != CAUSAL else {ANEW} if compiled else set()
+    )  # a static cache has one length
+    passes = [pass_ for pass_ in passes if pass_ not in left_out]
     rows = [row_of(subject, by, compiled, pass_, dtype, quick) for pass_ in passes]
     model = subject.make(quick, dtype, device)
     try:
@@ -221,7 +255,8 @@ def measure(subject: Subject, by: str, compiled: bool, passes: list[str], quick:
             elif row.pass_ == STEP:
                 made.append(_training(subject, row, model, call, quick, 0.0 if quick else SECONDS))
             else:
-                made.append(_decode(subject, row, model.eval(), quick))
+                decode = _decode if row.pass_ == DECODE else _decode_anew
+                made.append(decode(subject, row, model.eval(), quick))
         except Exception as error:
             made.append(dataclasses.replace(row, unsupported=one_line(error)))
     return made

@@ -9,8 +9,8 @@ from bench.rows.own import RowsOf
 FOLDER = "patched"
 #: Who replaced parts of a model: nobody, or Liger; else a backend of this package.
 PLAIN, LIGER = "plain", "liger"
-#: What is measured of a model.
-FORWARD, STEP, DECODE = "forward", "training step", "decode"
+#: What is measured of a model. Decoding anew: at lengths of the cache that the process has not met.
+FORWARD, STEP, DECODE, ANEW = "forward", "training step", "decode", "decode anew"
 
 
 @dataclasses.dataclass(frozen=True)

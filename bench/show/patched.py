@@ -6,13 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from bench.patched.rows import DECODE, FOLDER, FORWARD, PLAIN, STEP, PatchedRow, read
+from bench.patched.rows import ANEW, DECODE, FOLDER, FORWARD, PLAIN, STEP, PatchedRow, read
 from bench.show import markdown
 from bench.show.table import microseconds
 
 BLOCK = "patched"
 COMMAND = "python -m bench patched"
-HEADER = ["way", "forward", "training step", "peak memory", "decoding, tokens/s", "first step"]
+
+
+def header_of(rows: Iterable[PatchedRow]) -> list[str]:
+    """The columns of a model's table; one more where decoding was timed at new lengths."""
+    anew = ["at new lengths"] if any(row.pass_ == ANEW for row in rows) else []
+    return ["way", "forward", "training step", "peak memory", "decoding, tokens/s", *anew, "first step"]
 
 
 def write(machines: Mapping[Path, object]) -> str:
@@ -23,7 +28,8 @@ def write(machines: Mapping[Path, object]) -> str:
         found = sorted(read(file), key=lambda row: row.model)
         for _, members in groupby(found, lambda row: row.model):
             rows = list(members)
-            parts += [_head(rows), markdown.grid(HEADER, lines_of(rows), [False, *[True] * (len(HEADER) - 1)])]
+            header = header_of(rows)
+            parts += [_head(rows), markdown.grid(header, lines_of(rows), [False, *[True] * (len(header) - 1)])]
     return "\n\n".join(parts)
 
 
@@ -41,16 +47,17 @@ def lines_of(rows: Sequence[PatchedRow]) -> list[list[str]]:
     """A line for each way: times, and in brackets how many times as fast as the plain model of its mode."""
     ways = dict.fromkeys((row.compiled, row.by) for row in rows)
     by_pass = {(row.compiled, row.by, row.pass_): row for row in rows}
-    lines = []
+    header, lines = header_of(rows), []
     for compiled, by in sorted(ways, key=lambda way: (way[0], way[1] != PLAIN)):
         name = f"{'compiled' if compiled else 'eager'}, {by if by == PLAIN else f'patched: {by}'}"
         if reason := _whole_reason(row for row in rows if (row.compiled, row.by) == (compiled, by)):
-            lines.append([f"{name} ({reason})", *["–"] * (len(HEADER) - 1)])
+            lines.append([f"{name} ({reason})", *["–"] * (len(header) - 1)])
             continue
         step = by_pass.get((compiled, by, STEP))
         cells = [_cell(by_pass, compiled, by, pass_) for pass_ in (FORWARD, STEP)]
         cells.append(_memory(step))
-        cells.append(_cell(by_pass, compiled, by, DECODE))
+        decoding = (DECODE, ANEW) if len(header) > 6 else (DECODE,)
+        cells += [_cell(by_pass, compiled, by, pass_) for pass_ in decoding]
         cells.append(f"{step.first_s:.1f} s" if step and step.first_s else "–")
         lines.append([name, *cells])
     return lines
@@ -78,7 +85,7 @@ def _cell(by_pass: Mapping[tuple[bool, str, str], PatchedRow], compiled: bool, b
         return "–"
     if row.us is None:
         return f"wrong: {row.wrong}" if row.wrong else f"not here: {row.unsupported}"
-    shown = f"{row.tokens_per_s:.0f}" if pass_ == DECODE and row.tokens_per_s else microseconds(row.us)
+    shown = f"{row.tokens_per_s:.0f}" if pass_ in (DECODE, ANEW) and row.tokens_per_s else microseconds(row.us)
     if plain is None or plain is row or plain.us is None:
         return shown
     return f"{shown} ({plain.us / row.us:.2f} ×)"

@@ -26,7 +26,7 @@ def test_a_way_is_checked_timed_and_shown(tmp_path, capsys):
     assert main(["patched", "--in-this-process", *options]) == 0
     found = rows.read(path)
     assert [(row.by, row.pass_) for row in found] == [
-        (by, pass_) for by in ("plain", "auto") for pass_ in (rows.FORWARD, rows.DECODE, rows.STEP)
+        (by, pass_) for by in ("plain", "auto") for pass_ in (rows.FORWARD, rows.DECODE, rows.ANEW, rows.STEP)
     ]
     timed = [row for row in found if row.unsupported is None]
     assert {row.pass_ for row in timed} >= {rows.FORWARD, rows.STEP}
@@ -104,6 +104,19 @@ def test_lines_compare_with_the_plain_model_of_their_mode():
         ["eager, patched: triton", "–", "wrong: NaN", "–", "–", "–"],
         ["eager, patched: liger (Liger does not know it)", "–", "–", "–", "–", "–"],
         ["compiled, patched: cuda", "–", "1 ms", "1.0 GiB, later 0.8", "–", "1.2 s"],
+    ]
+
+
+def test_decoding_at_new_lengths_has_a_column():
+    plain = measure.row_of(SUBJECTS["llama"], rows.PLAIN, False, rows.DECODE, torch.bfloat16, False)
+    plain = dataclasses.replace(plain, us=4000.0, tokens_per_s=250.0)
+    anew = dataclasses.replace(plain, pass_=rows.ANEW, us=40000.0, tokens_per_s=25.0)
+    ours = dataclasses.replace(anew, by="auto", us=5000.0, tokens_per_s=200.0)
+    assert shown.header_of([plain])[-2:] == ["decoding, tokens/s", "first step"]
+    assert shown.header_of([plain, anew])[-3:] == ["decoding, tokens/s", "at new lengths", "first step"]
+    assert shown.lines_of([plain, anew, ours]) == [
+        ["eager, plain", "–", "–", "–", "250", "25", "–"],
+        ["eager, patched: auto", "–", "–", "–", "–", "200 (8.00 ×)", "–"],
     ]
 
 
