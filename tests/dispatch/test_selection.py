@@ -160,8 +160,8 @@ def test_auto_gives_rows_off_16_bytes_to_triton(rows, columns, dtype, of_softmax
 @pytest.mark.parametrize(
     ("dtype", "classes", "smoothing", "taken"),
     [
-        (torch.bfloat16, 4096, 0.0, True),
-        (torch.bfloat16, 4095, 0.0, False),
+        (torch.bfloat16, 16384, 0.0, True),
+        (torch.bfloat16, 16383, 0.0, False),
         (torch.bfloat16, 65537, 0.0, False),
         (torch.bfloat16, 32000, 0.1, False),
         (torch.float32, 32000, 0.0, False),
