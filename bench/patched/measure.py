@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -90,23 +91,24 @@ def seconds_of(
     Later calls have GPU and host alone; the first has no seconds in which another job of the GPU had stopped this one.
     """
 
-    def once() -> float:
-        timing.synchronize(device)
-        begin = time.perf_counter()
-        call()
-        timing.synchronize(device)
-        return time.perf_counter() - begin
-
     stopped = alone.Stopped()
-    first = once() - stopped.seconds
+    first = _once(call, device) - stopped.seconds
     if after_first is not None:
         after_first()
     rounds: list[float] = []
     with alone.alone(device):
-        once()
+        _once(call, device)
         while len(rounds) < LEAST or (sum(rounds) < budget and len(rounds) < MOST):
-            rounds.append(once())
+            rounds.append(_once(call, device))
     return first, rounds
+
+
+def _once(call: Callable[[], object], device: torch.device) -> float:
+    timing.synchronize(device)
+    begin = time.perf_counter()
+    call()
+    timing.synchronize(device)
+    return time.perf_counter() - begin
 
 
 def row_of(subject: Subject, by: str, compiled: bool, pass_: str, dtype: torch.dtype, quick: bool) -> PatchedRow:
@@ -184,7 +186,7 @@ def _decode(subject: Subject, row: PatchedRow, model: Any, quick: bool) -> Patch
     first, less = seconds_of(lambda: _generate(model, given, short, row.compiled), given.device, 0.0)
     _, more = seconds_of(lambda: _generate(model, given, long, row.compiled), given.device, 0.0)
     each = [(b - a) / (long - short) for a, b in zip(sorted(less), sorted(more), strict=False)]
-    return _tokens_timed(row, subject, quick, prompt, first, each)
+    return _tokens_timed(row, subject, quick, f"{prompt}", first, each)
 
 
 def _decode_anew(subject: Subject, row: PatchedRow, model: Any, quick: bool) -> PatchedRow:
@@ -193,20 +195,18 @@ def _decode_anew(subject: Subject, row: PatchedRow, model: Any, quick: bool) -> 
     The first tokens of a prompt have been met when it is timed, so that its own pass is in both times.
     """
     prompt, short, long = QUICK_LENGTHS if quick else (PROMPT, SHORT, LONG)
+    prompts = [prompt + place * (long + long // 3) for place in range(1, PROMPTS_ANEW + 1)]
     begin, each = time.perf_counter(), []
-    for place in range(1, PROMPTS_ANEW + 1):
-        given = subject.inputs(model, 1, prompt + place * (long + long // 3))["input_ids"]
+    for tokens in prompts:
+        given = subject.inputs(model, 1, tokens)["input_ids"]
         _generate(model, given, short, False)
-        seconds = {}
         with alone.alone(given.device):
-            for count in (short, long):
-                timing.synchronize(given.device)
-                start = time.perf_counter()
-                _generate(model, given, count, False)
-                timing.synchronize(given.device)
-                seconds[count] = time.perf_counter() - start
-        each.append((seconds[long] - seconds[short]) / (long - short))
-    return _tokens_timed(row, subject, quick, prompt, time.perf_counter() - begin, each)
+            less, more = (
+                _once(functools.partial(_generate, model, given, count, False), given.device) for count in (short, long)
+            )
+        each.append((more - less) / (long - short))
+    shown = f"{prompts[0]} to {prompts[-1]}"
+    return _tokens_timed(row, subject, quick, shown, time.perf_counter() - begin, each)
 
 
 def _generate(model: Any, given: torch.Tensor, count: int, static: bool) -> None:
@@ -218,7 +218,7 @@ def _generate(model: Any, given: torch.Tensor, count: int, static: bool) -> None
 
 
 def _tokens_timed(
-    row: PatchedRow, subject: Subject, quick: bool, prompt: int, first: float, each: list[float]
+    row: PatchedRow, subject: Subject, quick: bool, prompt: str, first: float, each: list[float]
 ) -> PatchedRow:
     row = dataclasses.replace(row, shape=f"{subject.layers(quick)} layers, 1 × {prompt} tokens")
     timed = _timed(row, first, each, 1)
@@ -232,10 +232,10 @@ def measure(subject: Subject, by: str, compiled: bool, passes: list[str], quick:
     device = environment.device()
     alone.while_tuning(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    left_out = (
-        {DECODE, ANEW} if subject.kind != CAUSAL else {ANEW} if compiled else set()
-    )  # a static cache has one length
-    passes = [pass_ for pass_ in passes if pass_ not in left_out]
+    if subject.kind != CAUSAL:
+        passes = [pass_ for pass_ in passes if pass_ not in (DECODE, ANEW)]
+    if compiled:  # with a static cache, which has one length
+        passes = [pass_ for pass_ in passes if pass_ != ANEW]
     rows = [row_of(subject, by, compiled, pass_, dtype, quick) for pass_ in passes]
     model = subject.make(quick, dtype, device)
     try:

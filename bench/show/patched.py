@@ -14,10 +14,18 @@ BLOCK = "patched"
 COMMAND = "python -m bench patched"
 
 
+#: What a column of tokens is called.
+TOKENS = {DECODE: "decoding, tokens/s", ANEW: "at new lengths"}
+
+
 def header_of(rows: Iterable[PatchedRow]) -> list[str]:
     """The columns of a model's table; one more where decoding was timed at new lengths."""
-    anew = ["at new lengths"] if any(row.pass_ == ANEW for row in rows) else []
-    return ["way", "forward", "training step", "peak memory", "decoding, tokens/s", *anew, "first step"]
+    tokens = [TOKENS[pass_] for pass_ in _decodings(rows)]
+    return ["way", "forward", "training step", "peak memory", *tokens, "first step"]
+
+
+def _decodings(rows: Iterable[PatchedRow]) -> list[str]:
+    return [DECODE, ANEW] if any(row.pass_ == ANEW for row in rows) else [DECODE]
 
 
 def write(machines: Mapping[Path, object]) -> str:
@@ -56,8 +64,7 @@ def lines_of(rows: Sequence[PatchedRow]) -> list[list[str]]:
         step = by_pass.get((compiled, by, STEP))
         cells = [_cell(by_pass, compiled, by, pass_) for pass_ in (FORWARD, STEP)]
         cells.append(_memory(step))
-        decoding = (DECODE, ANEW) if len(header) > 6 else (DECODE,)
-        cells += [_cell(by_pass, compiled, by, pass_) for pass_ in decoding]
+        cells += [_cell(by_pass, compiled, by, pass_) for pass_ in _decodings(rows)]
         cells.append(f"{step.first_s:.1f} s" if step and step.first_s else "–")
         lines.append([name, *cells])
     return lines
@@ -85,7 +92,7 @@ def _cell(by_pass: Mapping[tuple[bool, str, str], PatchedRow], compiled: bool, b
         return "–"
     if row.us is None:
         return f"wrong: {row.wrong}" if row.wrong else f"not here: {row.unsupported}"
-    shown = f"{row.tokens_per_s:.0f}" if pass_ in (DECODE, ANEW) and row.tokens_per_s else microseconds(row.us)
+    shown = f"{row.tokens_per_s:.0f}" if pass_ in TOKENS and row.tokens_per_s else microseconds(row.us)
     if plain is None or plain is row or plain.us is None:
         return shown
     return f"{shown} ({plain.us / row.us:.2f} ×)"

@@ -47,7 +47,7 @@ __device__ bool is_one_piece(int64_t length) {
     return DENSE && length <= int64_t{ROW_VECTORS * Vec<T>::size} * RowPartition<false>::step();
 }
 
-/// The state of a thread's elements of a row, of which `tile` holds the first where `is_one_piece`. With SMOOTHED also
+/// The state of a thread's elements of a row, of which `tile` holds all where `is_one_piece`. With SMOOTHED also
 /// adds Σ (reference − x) · uniform to `below`.
 template <bool SMOOTHED, bool DENSE, typename T>
 __device__ OnlineSoftmaxState scan_row(Vec<T> (&tile)[ROW_VECTORS], const T* in, const Rows& rows,

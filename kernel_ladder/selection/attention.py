@@ -165,10 +165,12 @@ def automatic(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """
     query = inputs[0]
     mask = inputs[3] if len(inputs) > 3 else None
+    if not query.is_cuda or query.element_size() != 2:
+        return ()
     split = ("cuda.split_kv",) if decodes(inputs) else ()
     if mask is None:
         return split or cuda_on_hopper(inputs, options)
-    flash = query.is_cuda and query.element_size() == 2 and mask.dtype == torch.bool and is_hopper(query.get_device())
+    flash = mask.dtype == torch.bool and is_hopper(query.get_device())
     return (*split, "triton.flash") if flash else split
 
 

@@ -138,11 +138,13 @@ class Chooser:
             return None
         pass_ = tables.TRAINING if wants_gradient(*inputs) else tables.FORWARD
         entries = table.entries.get((self.op, self.backend, pass_))
-        usual = None if entries is None else next(self._supported(rule, inputs, options), None)
-        if entries is None or usual is None:
+        if entries is None or not (features := self._features(inputs, options)).category:
+            return None
+        usual = next(self._supported(rule, inputs, options), None)
+        if usual is None:
             return None
         name = usual.name if self.levels is None else usual.level
-        entry = tables.better_than(name, entries, self._features(inputs, options))
+        entry = tables.better_than(name, entries, features)
         if entry is None or entry.better is None:
             return None
         reason = f"table {table.name}: {entry.gain:.2f}x the rule's choice at {entry.call}, {pass_}"
